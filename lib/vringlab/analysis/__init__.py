@@ -1,0 +1,1 @@
+"""What the samples say: frames, statistics, claims, verdicts. Files only."""

@@ -1,0 +1,1 @@
+"""Experiments, plans, and the runner that turns cells into samples."""

@@ -1,0 +1,1 @@
+"""The one root file system that lab host and guest share."""

@@ -1,0 +1,1 @@
+"""Base kernels, patches and the modules built from them."""

@@ -1,0 +1,1 @@
+"""Machines: the embedded host, the guest, and what is changed in them."""

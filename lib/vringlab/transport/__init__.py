@@ -1,0 +1,1 @@
+"""Ways to reach a machine: SSH, and processes of this machine."""

@@ -1,0 +1,1 @@
+"""The documented workloads, one file each."""
