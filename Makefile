@@ -1,0 +1,52 @@
+# vringlab: `make` lists what there is. Every target works in a folder whose path has blanks.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help setup setup-test run test test-fast check lab notebooks lock clean
+
+# A path relative to the Makefile: an absolute one would break on blanks.
+BIN := .venv/bin
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+setup: ## Install what is missing: system packages, then .venv from requirements.lock
+	@bash scripts/setup
+
+setup-test:
+	@bash scripts/setup --test
+
+run: setup ## The main job: both experiments, quick profile, on the embedded KVM host
+	$(BIN)/vringlab run virtio-net-napi-tx --profile quick
+	$(BIN)/vringlab run vsock-direct-enqueue --profile quick
+
+test: setup-test check ## Everything: lint, types, all tests with live ones, notebooks by nbval
+	VRINGLAB_LIVE=1 $(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest --nbval-lax --nbval-current-env notebooks
+
+test-fast: setup ## Tests without virtual machines (pure functions and fakes)
+	$(BIN)/python -m pytest tests/pure tests/fakes
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict
+
+lab: setup ## Open JupyterLab in notebooks/
+	$(BIN)/jupyter-lab --notebook-dir=notebooks
+
+# One process each: papermill changes the working folder of its whole process.
+notebooks: setup ## Execute every notebook with its defaults into runs/notebooks/
+	@mkdir -p runs/notebooks
+	@for notebook in notebooks/*.ipynb; do \
+		$(BIN)/papermill --kernel python3 "$$notebook" "runs/$$notebook"; \
+	done
+
+lock: setup ## Resolve requirements.lock and environment.yml from pyproject.toml (needs uv)
+	$(BIN)/python scripts/sync_environment.py --lock
+
+clean: ## Remove .venv and caches; runs/ and the image cache stay
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist lib/*.egg-info
+	find lib scripts tests notebooks \( -name __pycache__ -o -name .ipynb_checkpoints \) \
+		-prune -exec rm -rf -- {} +
