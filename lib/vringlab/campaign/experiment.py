@@ -1,0 +1,413 @@
+"""What is compared: arms, workloads with their matrix, and how much of it a profile measures.
+
+An experiment is one YAML file in `data/experiments/`; a new one needs no edit elsewhere.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+
+from vringlab.errors import UserError
+from vringlab.settings import settings
+from vringlab.workloads import base
+from vringlab.workloads.base import Workload
+
+PROFILES = ("smoke", "quick", "full")
+
+#: How the twin of the reference arm is named: the same module measured under a second name.
+TWIN_SUFFIX = ".aa"
+
+FindWorkload = Callable[[str], Workload]
+
+# Names become parts of folder names and of patch paths. A dot is kept for the twin's suffix.
+Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=40)]
+ProfileName = Annotated[str, StringConstraints(pattern=rf"^({'|'.join(PROFILES)})$")]
+Value = bool | int | float | str
+Matrix = dict[str, Annotated[list[Value], Field(min_length=1)]]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Seed(_Strict):
+    """The mail whose claim is tested."""
+
+    message_id: str
+    subject: str
+    date: date
+    file: str
+
+
+class Arm(_Strict):
+    """One variant of the kernel under test; its patches lie under `data/patches/`."""
+
+    name: Name
+    summary: str
+
+
+class Probe(_Strict):
+    """A kernel function whose calls prove that the changed path ran."""
+
+    function: str
+    shows: str
+    module: str | None = None
+
+
+class WorkloadProfile(_Strict):
+    """What one profile changes of one workload."""
+
+    matrix: Matrix = Field(default_factory=dict)
+    duration_s: float | None = Field(default=None, gt=0)
+
+
+class WorkloadUse(_Strict):
+    """One workload of an experiment and the values of its parameters."""
+
+    workload: Name
+    matrix: Matrix
+    profiles: dict[ProfileName, WorkloadProfile] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _subsets(self) -> Self:
+        for profile, use in self.profiles.items():
+            for param, values in use.matrix.items():
+                outside = [value for value in values if value not in self.matrix.get(param, ())]
+                if outside:
+                    raise ValueError(
+                        f"profile {profile}: {param}={outside} is not in the matrix of "
+                        f"{self.workload}"
+                    )
+        return self
+
+    def values(self, profile: str) -> dict[str, list[Value]]:
+        """The matrix as that profile measures it."""
+        use = self.profiles.get(profile)
+        return {**self.matrix, **(use.matrix if use else {})}
+
+
+class Profile(_Strict):
+    """How much is measured.
+
+    Attributes:
+        boots: Guest lifetimes.
+        blocks_per_boot: Randomised rounds of all arms in each.
+        duration_s: Timed window of one cell in seconds, where the workload sets no other.
+        aa: Whether the reference arm is measured a second time as its twin.
+        arms: The arms of this profile; all when empty. The reference is always among them.
+    """
+
+    boots: int = Field(ge=1)
+    blocks_per_boot: int = Field(ge=1)
+    duration_s: float = Field(gt=0)
+    aa: bool = True
+    arms: tuple[Name, ...] = ()
+
+
+@dataclass(frozen=True)
+class Point:
+    """One workload with one value for each of its parameters, timed for `duration_s` seconds."""
+
+    workload: str
+    params: Mapping[str, Value]
+    duration_s: float
+
+
+class Experiment(_Strict):
+    """One experiment file."""
+
+    name: Name
+    title: str
+    summary: str
+    seed: Seed
+    base_kernel: str = Field(pattern=r"^(debian|git|tarball|tree):.+$")
+    module: str
+    side: Literal["guest", "host"]
+    reference: Name
+    arms: Annotated[tuple[Arm, ...], Field(min_length=1)]
+    claims: str
+    probes: tuple[Probe, ...] = ()
+    workloads: Annotated[tuple[WorkloadUse, ...], Field(min_length=1)]
+    profiles: dict[ProfileName, Profile]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        arms = [arm.name for arm in self.arms]
+        for what, found in (("arm", arms), ("workload", [w.workload for w in self.workloads])):
+            twice = sorted({item for item in found if found.count(item) > 1})
+            if twice:
+                raise ValueError(f"{what} named twice: {', '.join(twice)}")
+        if self.reference not in arms:
+            raise ValueError(f"reference {self.reference!r} is not an arm ({', '.join(arms)})")
+        missing = [name for name in PROFILES if name not in self.profiles]
+        if missing:
+            raise ValueError(f"no profile {', '.join(missing)}")
+        for name, profile in self.profiles.items():
+            unknown = [arm for arm in profile.arms if arm not in arms]
+            if unknown:
+                raise ValueError(f"profile {name}: unknown arm {', '.join(unknown)}")
+        return self
+
+    @property
+    def arm_names(self) -> tuple[str, ...]:
+        """Names of the arms in the file's order."""
+        return tuple(arm.name for arm in self.arms)
+
+    @property
+    def claims_path(self) -> Path:
+        """The file with the published figures; it need not exist."""
+        return settings().data / "claims" / self.claims
+
+    def profile(self, name: str) -> Profile:
+        """The profile of that name.
+
+        Raises:
+            UserError: there is none.
+        """
+        if name not in self.profiles:
+            raise UserError(
+                f"unknown profile {name!r}", remedy=f"choose one of: {', '.join(PROFILES)}"
+            )
+        return self.profiles[name]
+
+    def arms_of(self, profile: str, selected: Sequence[str] = ()) -> tuple[str, ...]:
+        """Arms to measure, in the file's order; the reference is always among them.
+
+        Args:
+            profile: Name of the profile, whose own selection holds when `selected` is empty.
+            selected: Arms asked for by the user.
+
+        Raises:
+            UserError: an arm that the experiment does not have.
+        """
+        chosen = tuple(selected) or self.profile(profile).arms or self.arm_names
+        for arm in chosen:
+            if arm not in self.arm_names:
+                raise UserError(
+                    f"unknown arm {arm!r} of {self.name}{_nearest(arm, self.arm_names)}",
+                    remedy=f"choose from: {', '.join(self.arm_names)}",
+                )
+        return tuple(arm for arm in self.arm_names if arm in chosen or arm == self.reference)
+
+    def points(self, profile: str, find: FindWorkload = base.find) -> tuple[Point, ...]:
+        """Every workload with every combination of its parameters, in the file's order.
+
+        Each point names all parameters of its workload, so that what was measured does not
+        depend on defaults that change later.
+
+        Raises:
+            UserError: an unknown profile or workload, or a combination that it refuses.
+        """
+        default_s = self.profile(profile).duration_s
+        points: dict[str, Point] = {}
+        for use in self.workloads:
+            workload = find(use.workload)
+            own = use.profiles.get(profile)
+            duration_s = own.duration_s if own and own.duration_s else default_s
+            matrix = use.values(profile)
+            for values in itertools.product(*matrix.values()):
+                checked = base.parse_params(workload, dict(zip(matrix, values, strict=True)))
+                point = Point(use.workload, checked.model_dump(mode="json"), duration_s)
+                # A dictionary rather than a list: `-p payload=64,64` is one point.
+                points[json.dumps([point.workload, dict(point.params)], sort_keys=True)] = point
+        return tuple(points.values())
+
+    def override(
+        self, params: Mapping[str, Sequence[object]], find: FindWorkload = base.find
+    ) -> Experiment:
+        """The experiment with other values of some parameters, in all profiles.
+
+        A parameter applies to each workload that has it. A value must be accepted by the
+        workload's own model, not stand in the file's matrix. Of values that only some workloads
+        accept, each keeps its own, and one that is left with none is not measured.
+
+        Args:
+            params: Values by parameter, as text (`-p payload=64`) or already typed.
+            find: Finds a workload by name.
+
+        Raises:
+            UserError: a parameter that no workload has, or a value that none accepts; lists
+                what is allowed.
+        """
+        uses = list(self.workloads)
+        for param, values in params.items():
+            uses = _replace_values(self.name, uses, param, list(values), find)
+        return self.model_copy(update={"workloads": tuple(uses)})
+
+
+def _replace_values(
+    experiment: str, uses: list[WorkloadUse], param: str, values: list[object], find: FindWorkload
+) -> list[WorkloadUse]:
+    models = {use.workload: find(use.workload).params for use in uses}
+    known = sorted({name for model in models.values() for name in model.model_fields})
+    if param not in known:
+        raise UserError(
+            f"unknown parameter {param!r} of {experiment}{_nearest(param, known)}",
+            remedy=f"known parameters: {', '.join(known)}",
+        )
+    if not values:
+        raise UserError(f"parameter {param!r} has no value", remedy=f"say {param}=VALUE[,VALUE]")
+    having = {use.workload for use in uses if param in models[use.workload].model_fields}
+    accepted: dict[str, list[Value]] = {name: [] for name in having}
+    for value in values:
+        found = {
+            use.workload: _accepted(models[use.workload], use.matrix, param, value)
+            for use in uses
+            if use.workload in having
+        }
+        if not any(found.values()):
+            allowed = "; ".join(f"{_allowed(models[name], param)} ({name})" for name in found)
+            raise UserError(
+                f"{param}={value} is not a value of {experiment}",
+                remedy=f"allowed {param}: {allowed}",
+            )
+        for name, typed in found.items():
+            accepted[name] += typed
+    return [
+        _with_values(use, param, accepted[use.workload]) if use.workload in having else use
+        for use in uses
+        if use.workload not in having or accepted[use.workload]
+    ]
+
+
+def _with_values(use: WorkloadUse, param: str, values: list[Value]) -> WorkloadUse:
+    profiles = {
+        name: own.model_copy(
+            update={"matrix": {key: v for key, v in own.matrix.items() if key != param}}
+        )
+        for name, own in use.profiles.items()
+    }
+    return use.model_copy(update={"matrix": {**use.matrix, param: values}, "profiles": profiles})
+
+
+def _accepted(model: type[base.Params], matrix: Matrix, param: str, value: object) -> list[Value]:
+    """`value` as the model's field holds it, or nothing where the field refuses it.
+
+    The other parameters take their first value of the matrix. A refusal that names another place
+    than this field is left to `points`, which sees every combination.
+    """
+    point = {name: values[0] for name, values in matrix.items()}
+    try:
+        checked = model.model_validate({**point, param: value})
+    except ValidationError as error:
+        refused = any(item["loc"][:1] == (param,) for item in error.errors())
+        return [] if refused else [str(value)]
+    return [checked.model_dump(mode="json", include={param})[param]]
+
+
+def _allowed(model: type[base.Params], param: str) -> str:
+    """What a field accepts, in words, from the model's JSON schema."""
+    schema = model.model_json_schema()
+    field = schema["properties"][param]
+    for part in [field, *field.get("allOf", ()), *field.get("anyOf", ())]:
+        reference = part.get("$ref", "")
+        target = schema.get("$defs", {}).get(reference.rpartition("/")[2], part)
+        if "enum" in target:
+            return ", ".join(map(str, target["enum"]))
+        if "const" in target:
+            return str(target["const"])
+    signs = {
+        "minimum": ">=",
+        "exclusiveMinimum": ">",
+        "maximum": "<=",
+        "exclusiveMaximum": "<",
+        "multipleOf": "a multiple of",
+        "pattern": "matching",
+    }
+    bounds = [f"{sign} {field[key]}" for key, sign in signs.items() if key in field]
+    return " ".join([str(field.get("type", "any value")), " and ".join(bounds)]).strip()
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def parse_overrides(texts: Sequence[str]) -> dict[str, list[str]]:
+    """`["payload=64,512", "ring=packed"]` as values by parameter; repeated names add up.
+
+    Raises:
+        UserError: a text without a name, an equals sign or a value.
+    """
+    parsed: dict[str, list[str]] = {}
+    for text in texts:
+        name, _, values = text.partition("=")
+        found = [value.strip() for value in values.split(",") if value.strip()]
+        if not name.strip() or not found:
+            raise UserError(
+                f"cannot read parameter {text!r}", remedy="write NAME=VALUE or NAME=VALUE,VALUE"
+            )
+        parsed.setdefault(name.strip(), []).extend(found)
+    return parsed
+
+
+def names() -> list[str]:
+    """Names of the experiments in `data/experiments/`, sorted."""
+    return sorted(path.stem for path in (settings().data / "experiments").glob("*.yaml"))
+
+
+def load(name: str) -> Experiment:
+    """The experiment of that name.
+
+    Raises:
+        UserError: there is none (lists those that exist), or its file is not usable.
+    """
+    known = names()
+    if name not in known:
+        raise UserError(
+            f"unknown experiment {name!r}{_nearest(name, known)}",
+            remedy=f"choose one of: {', '.join(known) or 'none found'} "
+            f"(files in {settings().data / 'experiments'})",
+        )
+    return load_file(settings().data / "experiments" / f"{name}.yaml")
+
+
+def load_file(path: Path) -> Experiment:
+    """The experiment in one YAML file, whose stem must be the experiment's name.
+
+    Raises:
+        UserError: the file cannot be read, is no YAML, or breaks the schema; names the places.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        experiment = Experiment.model_validate(content)
+    except OSError as error:
+        raise UserError(
+            f"cannot read experiment file {path}: {error.strerror}",
+            remedy="check the path and its permissions",
+        ) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        shown = re.sub(r"\s+", " ", str(error))
+        raise UserError(f"{path} is no YAML: {shown}", remedy="mend the file") from None
+    except ValidationError as error:
+        problems = "\n".join(
+            f"  {'.'.join(map(str, item['loc'])) or 'file'}: {item['msg']}"
+            for item in error.errors()
+        )
+        raise UserError(
+            f"{path} is not an experiment:\n{problems}", remedy="mend the places named above"
+        ) from None
+    if experiment.name != path.stem:
+        raise UserError(
+            f"{path} holds experiment {experiment.name!r}",
+            remedy=f"name the file {experiment.name}.yaml",
+        )
+    return experiment
