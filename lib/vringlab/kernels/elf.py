@@ -1,0 +1,127 @@
+"""What a kernel module file says of itself: its build-id, its modinfo, its machine code.
+
+Only what is needed of ELF: 64-bit little-endian files, section headers, notes. Layouts are
+those of the System V ABI (ELF-64 object file format) and `man 5 elf`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from vringlab.errors import InfrastructureError
+
+_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
+_SECTION = struct.Struct("<IIQQQQIIQQ")
+_NOTE = struct.Struct("<III")
+_NT_GNU_BUILD_ID = 3
+_SHT_NOBITS = 8
+_SHF_EXECINSTR = 4
+
+
+@dataclass(frozen=True)
+class _Section:
+    name: str
+    flags: int
+    content: bytes
+
+
+@dataclass(frozen=True)
+class ModuleFile:
+    """An ELF file, read.
+
+    Attributes:
+        name: What to call it in messages.
+        sections: Its sections in file order.
+    """
+
+    name: str
+    sections: tuple[_Section, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> ModuleFile:
+        """Read the file at `path`.
+
+        Raises:
+            InfrastructureError: it is not a whole 64-bit little-endian ELF file.
+        """
+        return cls.parse(path.read_bytes(), path.name)
+
+    @classmethod
+    def parse(cls, data: bytes, name: str) -> ModuleFile:
+        """Read the bytes of an ELF file.
+
+        Raises:
+            InfrastructureError: as `read`.
+        """
+        try:
+            return cls(name, tuple(_sections(data)))
+        except (struct.error, IndexError, ValueError) as error:
+            raise InfrastructureError(
+                f"{name} is not a whole ELF file: {error}",
+                remedy="remove it, so that it is built again",
+                host="local",
+            ) from None
+
+    def section(self, name: str) -> bytes:
+        """Content of the section of that name; empty when there is none."""
+        return next((item.content for item in self.sections if item.name == name), b"")
+
+    @property
+    def build_id(self) -> str:
+        """The linker's build-id in hex, as in `/sys/module/NAME/notes/`; empty without one."""
+        notes = self.section(".note.gnu.build-id")
+        offset = 0
+        while offset + _NOTE.size <= len(notes):
+            name_size, size, kind = _NOTE.unpack_from(notes, offset)
+            start = offset + _NOTE.size
+            content = start + -(-name_size // 4) * 4
+            if kind == _NT_GNU_BUILD_ID and notes[start : start + name_size] == b"GNU\0":
+                return notes[content : content + size].hex()
+            offset = content + -(-size // 4) * 4
+        return ""
+
+    @property
+    def modinfo(self) -> dict[str, str]:
+        """The module's tags (`vermagic`, `srcversion`, ...); of repeated tags, the last."""
+        entries = self.section(".modinfo").split(b"\0")
+        pairs = (item.decode("utf-8", "replace").partition("=") for item in entries if item)
+        return {key: value for key, _, value in pairs}
+
+    @property
+    def text_sha256(self) -> str:
+        """Digest of the machine code alone, before relocation, in hex.
+
+        Two modules that differ in names, stamps or debug data but not in code share it.
+        """
+        digest = hashlib.sha256()
+        for item in self.sections:
+            if item.flags & _SHF_EXECINSTR and item.content:
+                digest.update(f"{item.name}\0{len(item.content)}\0".encode() + item.content)
+        return digest.hexdigest()
+
+
+def _sections(data: bytes) -> list[_Section]:
+    ident, *fields = _HEADER.unpack_from(data)
+    if ident[:6] != b"\x7fELF\x02\x01":
+        raise ValueError("no 64-bit little-endian ELF header")
+    table, entry_size, count, names_index = fields[5], fields[10], fields[11], fields[12]
+    headers = [_SECTION.unpack_from(data, table + number * entry_size) for number in range(count)]
+
+    def content(header: tuple[int, ...]) -> bytes:
+        kind, offset, size = header[1], header[4], header[5]
+        if kind == _SHT_NOBITS:
+            return b""
+        if offset + size > len(data):
+            raise ValueError("it is cut short")
+        return data[offset : offset + size]
+
+    names = content(headers[names_index])
+    return [
+        _Section(
+            names[header[0] : names.index(b"\0", header[0])].decode(), header[2], content(header)
+        )
+        for header in headers
+    ]

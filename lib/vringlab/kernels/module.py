@@ -1,0 +1,339 @@
+"""Kernel modules: an arm built against its base kernel, once for identical inputs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from vringlab.errors import InfrastructureError, UserError, VringlabError
+from vringlab.kernels.buildroot import WORK, BuildRoot
+from vringlab.kernels.elf import ModuleFile
+from vringlab.kernels.patches import Arm, Patch, apply_patch
+from vringlab.kernels.source import MODULES, ModuleSource, ensure_source, find_module
+from vringlab.kernels.store import OnStep, Store, require_space
+from vringlab.settings import settings
+from vringlab.transport import local
+
+#: Raise it when the way of building changes, so that older results are not used.
+_RECIPE = 1
+_BUILD_SECONDS = 900.0
+_SPACE_GB = 0.2
+_STAMP = "vringlab-arm.h"
+
+_ERROR = re.compile(
+    r":\d+:\d+: (?:fatal )?error: |^ERROR: modpost: |\bld: .*(?:error|undefined)", re.M
+)
+_WARNING = re.compile(r"\bwarning: ", re.I)
+# Debian's headers say that on every machine whose compiler has another patch level; the build
+# root's compiler is part of the cache key and of the metadata instead.
+_EXPECTED = re.compile(r"the compiler differs from the one used to build the kernel")
+_OUT_OF_RESOURCES = re.compile(
+    r"No space left on device|Cannot allocate memory|virtual memory exhausted|Killed signal"
+)
+
+
+@dataclass(frozen=True)
+class BuiltModule:
+    """A module of an arm, ready to be loaded.
+
+    Attributes:
+        path: The module file, without debug data, with symbols.
+        module: Its name.
+        experiment: The arm's experiment.
+        arm: The arm's name.
+        side: Whose module: `guest` or `host`.
+        release: Kernel release that it loads into.
+        build_id: The linker's build-id in hex; a loaded module shows it in
+            `/sys/module/NAME/notes/.note.gnu.build-id`.
+        srcversion: The kernel's digest of its sources; empty where the kernel's configuration
+            asks for none (Debian's does not).
+        vermagic: Release and options that the kernel compares before it loads it.
+        sha256: Digest of the file.
+        text_sha256: Digest of the machine code alone, see `ModuleFile.text_sha256`.
+        log_path: What patching and building printed.
+        patched_files: Files changed, from the kernel's top folder.
+        warnings: The compiler's warnings.
+        compiler: First line of the compiler's version.
+        built_s: Seconds that the build took when it was made.
+        cached: Whether it was found rather than built just now.
+    """
+
+    path: Path
+    module: str
+    experiment: str
+    arm: str
+    side: str
+    release: str
+    build_id: str
+    srcversion: str
+    vermagic: str
+    sha256: str
+    text_sha256: str
+    log_path: Path
+    patched_files: tuple[str, ...]
+    warnings: tuple[str, ...]
+    compiler: str
+    built_s: float
+    cached: bool
+
+    def provenance(self) -> dict[str, Any]:
+        """What a run keeps of it: everything but where it was."""
+        kept = asdict(self)
+        for name in ("path", "log_path", "cached"):
+            del kept[name]
+        return kept
+
+
+def _stamp(arm: Arm) -> str:
+    """A tag in the module's modinfo, so that two arms never share a build-id.
+
+    The build-id is a digest of the linked file, so without it an arm whose patch changes no
+    code would load under another arm's identity. Not MODULE_INFO(): this is read before the
+    source's own `#define pr_fmt`, which linux/module.h would forestall.
+    """
+    return (
+        "static const char vringlab_arm[]\n"
+        '\t__attribute__((used, section(".modinfo"), aligned(1))) =\n'
+        f'\t"vringlab_arm={arm.experiment}/{arm.name}";\n'
+    )
+
+
+def _kbuild(module: ModuleSource) -> str:
+    return f"{module.kbuild}ccflags-y += -include {WORK}/{_STAMP}\n"
+
+
+def _key(root: BuildRoot, arm: Arm, module: ModuleSource, files: Mapping[str, bytes]) -> str:
+    state = hashlib.sha256()
+    inputs = (
+        *(str(_RECIPE), root.kernel.release, root.kernel.version, root.compiler, root.kernel_dir),
+        *(arm.digest, _stamp(arm), _kbuild(module)),
+    )
+    for part in inputs:
+        state.update(hashlib.sha256(part.encode()).digest())
+    for name, content in sorted(files.items()):
+        state.update(hashlib.sha256(name.encode()).digest() + hashlib.sha256(content).digest())
+    return f"{module.name}-{arm.name}-{state.hexdigest()[:16]}"
+
+
+def _load(entry: Path) -> BuiltModule | None:
+    """The module in a cache entry; None when there is none or it is not what was put there."""
+    try:
+        made = json.loads((entry / "metadata.json").read_text())
+        path = entry / made["file"]
+        if hashlib.sha256(path.read_bytes()).hexdigest() != made["module"]["sha256"]:
+            return None
+        kept: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in made["module"].items()
+        }
+        return BuiltModule(path=path, log_path=entry / "build.log", cached=True, **kept)
+    except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError):
+        return None
+
+
+def build_module(
+    root: BuildRoot,
+    arm: Arm,
+    *,
+    on_step: OnStep,
+    modules: Mapping[str, ModuleSource] = MODULES,
+    cache: Path | None = None,
+) -> BuiltModule:
+    """The module of an arm; built when the cache does not have it.
+
+    Args:
+        root: Build root of the base kernel.
+        arm: The arm.
+        on_step: Receives a line before each step that takes time.
+        modules: The modules that arms can change.
+        cache: Cache folder; the settings' when None.
+
+    Raises:
+        UserError: the arm does not serve this kernel, a patch does not apply, or the patched
+            source does not compile (shows the compiler's lines).
+        InfrastructureError: a tool is missing, the disk is full, or what came out is not a
+            module for this kernel.
+    """
+    arm.check_serves(root.kernel)
+    module = find_module(arm.module, modules)
+    cache = cache or settings().cache
+    tree = ensure_source(
+        root.archive, root.kernel.version, on_step=on_step, modules=modules, cache=cache
+    )
+    files = tree.read(module)
+    store = Store(cache / "modules")
+    key = _key(root, arm, module, files)
+    if found := _load(store.entry(key)):
+        return found
+    with store.locked(key, on_step):
+        if found := _load(store.entry(key)):
+            return found
+        require_space(store.folder, _SPACE_GB)
+        on_step(f"building {module.name}, arm {arm.name}, for {root.kernel.release}")
+        with store.building(key, keep_failed=True) as folder:
+            build = _Build(root, arm, module, folder, kept=store.failed(key))
+            built = build.run(files)
+    entry = store.entry(key)
+    return BuiltModule(
+        **{**vars(built), "path": entry / built.path.name, "log_path": entry / "build.log"}
+    )
+
+
+class _Build:
+    """One build in a fresh folder, with its log and its metadata."""
+
+    def __init__(
+        self, root: BuildRoot, arm: Arm, module: ModuleSource, folder: Path, *, kept: Path
+    ) -> None:
+        self.root = root
+        self.arm = arm
+        self.module = module
+        self.folder = folder
+        self.tree = folder / "tree"
+        self.kept = kept
+        self.log = ""
+        self.started = time.monotonic()
+        self.metadata: dict[str, Any] = {
+            "status": "building",
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "release": root.kernel.release,
+            "version": root.kernel.version,
+            "compiler": root.compiler,
+            "experiment": arm.experiment,
+            "arm": arm.name,
+            "patches": [patch.path.name for patch in arm.patches],
+            "file": f"{module.name}.ko",
+        }
+
+    def run(self, files: Mapping[str, bytes]) -> BuiltModule:
+        """Patch, build and examine; the folder then holds the module, its log and metadata."""
+        self._write_metadata()
+        try:
+            self._lay_out(files)
+            built = self._compile()
+            self.metadata["status"] = "built"
+            self.metadata["module"] = built.provenance()
+            shutil.rmtree(self.tree)
+            return built
+        except VringlabError as error:
+            self.metadata.update(status="failed", error=str(error))
+            raise
+        except BaseException as error:
+            self.metadata.update(status="interrupted", error=repr(error))
+            raise
+        finally:
+            self.metadata["seconds"] = self._seconds()
+            (self.folder / "build.log").write_text(self.log)
+            self._write_metadata()
+
+    def _seconds(self) -> float:
+        return round(time.monotonic() - self.started, 3)
+
+    def _write_metadata(self) -> None:
+        path = self.folder / "metadata.json"
+        path.with_suffix(".new").write_text(json.dumps(self.metadata, indent=2) + "\n")
+        path.with_suffix(".new").replace(path)
+
+    def _lay_out(self, files: Mapping[str, bytes]) -> None:
+        for name, content in files.items():
+            path = self.tree / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        for patch in self.arm.patches:
+            self._apply(patch)
+        (self.tree / _STAMP).write_text(_stamp(self.arm))
+        (self.tree / self.module.directory / "Kbuild").write_text(_kbuild(self.module))
+
+    def _apply(self, patch: Patch) -> None:
+        version = f"linux {self.root.kernel.version}"
+        self.log += apply_patch(patch, self.tree, self.module, version)
+
+    def _compile(self) -> BuiltModule:
+        where = f"{WORK}/{self.module.directory}"
+        argv = ["make", "-j2", "-C", self.root.kernel_dir, f"M={where}", "modules"]
+        done = self.root.run(argv, self.tree, timeout=_BUILD_SECONDS, check=False)
+        stderr = done.stderr.replace(f"{WORK}/", "")
+        self.log += f"$ {' '.join(argv)}\n{done.stdout}{stderr}"
+        if done.returncode != 0:
+            raise self._make_failure(argv, done, stderr)
+        name = f"{self.module.name}.ko"
+        self.root.run(["strip", "--strip-debug", f"{where}/{name}"], self.tree)
+        target = self.folder / name
+        (self.tree / self.module.directory / name).replace(target)
+        return self._examine(target, stderr)
+
+    def _make_failure(
+        self, argv: list[str], done: local.Completed, stderr: str
+    ) -> UserError | InfrastructureError:
+        if _OUT_OF_RESOURCES.search(stderr) or not _ERROR.search(stderr):
+            return InfrastructureError(
+                f"building {self.module.name} for arm {self.arm.name} failed",
+                remedy="free memory or disk space if the lines above say so; the whole log is "
+                f"{self.kept / 'build.log'}",
+                command=argv,
+                host="local",
+                stdout=done.stdout,
+                stderr=stderr,
+                returncode=done.returncode,
+            )
+        said = [line for line in stderr.splitlines() if not line.startswith("make")]
+        return UserError(
+            f"arm {self.arm.name} of {self.arm.experiment} does not compile",
+            remedy=f"mend {', '.join(str(patch.path) for patch in self.arm.patches)}; the patched "
+            f"source is in {self.kept / 'tree'}, the whole log is {self.kept / 'build.log'}",
+            command=argv,
+            host="local",
+            stderr="\n".join(said),
+            returncode=done.returncode,
+        )
+
+    def _examine(self, path: Path, stderr: str) -> BuiltModule:
+        elf = ModuleFile.read(path)
+        vermagic = elf.modinfo.get("vermagic", "")
+        release = self.root.kernel.release
+        if not elf.build_id:
+            raise InfrastructureError(
+                f"{path.name} has no build-id, so that it could not be told from other arms",
+                remedy="the linker must be called with --build-id: look for LDFLAGS in "
+                f"{self.kept / 'build.log'}",
+                host="local",
+            )
+        if vermagic.partition(" ")[0] != release:
+            raise InfrastructureError(
+                f"{path.name} was built for {vermagic!r}, not for {release}",
+                remedy=f"remove the build root {self.root.path.parent}, so that it is made again",
+                host="local",
+            )
+        warnings = tuple(
+            line
+            for line in stderr.splitlines()
+            if _WARNING.search(line) and not _EXPECTED.search(line)
+        )
+        changed = dict.fromkeys(name for patch in self.arm.patches for name in patch.files)
+        return BuiltModule(
+            path=path,
+            module=self.module.name,
+            experiment=self.arm.experiment,
+            arm=self.arm.name,
+            side=self.arm.side,
+            release=release,
+            build_id=elf.build_id,
+            srcversion=elf.modinfo.get("srcversion", ""),
+            vermagic=vermagic,
+            sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+            text_sha256=elf.text_sha256,
+            log_path=self.folder / "build.log",
+            patched_files=tuple(changed),
+            warnings=warnings,
+            compiler=self.root.compiler,
+            built_s=self._seconds(),
+            cached=False,
+        )

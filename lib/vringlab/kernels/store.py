@@ -1,0 +1,132 @@
+"""Folders named by their content: built once, complete or absent, shared by all processes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from vringlab.errors import InfrastructureError
+
+#: Receives one line for each step that takes time.
+OnStep = Callable[[str], None]
+
+_TEMPORARY = ".building-"
+_FAILED = ".failed-"
+
+
+def require_space(folder: Path, gigabytes: float) -> None:
+    """Check that the disk under `folder` has room before work is begun.
+
+    Raises:
+        InfrastructureError: it has less than `gigabytes` (10^9 bytes) free.
+    """
+    free = shutil.disk_usage(folder).free / 1e9
+    if free < gigabytes:
+        raise InfrastructureError(
+            f"not enough disk space in {folder}: {free:.1f} GB free, {gigabytes:g} GB needed",
+            remedy="free some space, or point VRINGLAB_CACHE to a larger disk",
+            host="local",
+        )
+
+
+@contextlib.contextmanager
+def _os_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            why, remedy = "the disk is full", "free some space"
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            why, remedy = "it cannot be written", "make it yours"
+        else:
+            raise
+        raise InfrastructureError(
+            f"the cache folder {folder} cannot be used: {why} ({error})",
+            remedy=f"{remedy}, or point VRINGLAB_CACHE elsewhere",
+            host="local",
+        ) from error
+
+
+@dataclass(frozen=True)
+class Store:
+    """A folder of entries, each named by a key that stands for all its inputs.
+
+    An entry appears by a rename, so it is whole when it is there. A killed builder leaves a
+    folder under a temporary name; whoever builds next removes it, since the lock that goes
+    with it is the kernel's and died with its holder.
+    """
+
+    folder: Path
+
+    def entry(self, key: str) -> Path:
+        """Where the entry of that key is, once it is there."""
+        return self.folder / key
+
+    def failed(self, key: str) -> Path:
+        """Where the last failed attempt at that key is kept, for its log."""
+        return self.folder / f"{_FAILED}{key}"
+
+    @contextlib.contextmanager
+    def locked(self, key: str, on_step: OnStep) -> Iterator[None]:
+        """Hold the key's lock; waits while another process builds the same entry."""
+        with self._lock_file(key) as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                on_step("another process builds the same; waiting for it")
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    @contextlib.contextmanager
+    def building(self, key: str, *, keep_failed: bool = False) -> Iterator[Path]:
+        """An empty folder that becomes the entry when the block ends well.
+
+        When it does not, it is removed, or kept as `failed(key)`. Hold the key's lock.
+
+        Raises:
+            InfrastructureError: the cache folder cannot be written or is full.
+        """
+        with _os_errors(self.folder):
+            self._sweep(key)
+            temporary = self.folder / f"{_TEMPORARY}{key}"
+            temporary.mkdir()
+            try:
+                yield temporary
+            except BaseException:
+                if keep_failed:
+                    self._replace(temporary, self.failed(key))
+                else:
+                    shutil.rmtree(temporary, ignore_errors=True)
+                raise
+            self._replace(temporary, self.entry(key))
+            shutil.rmtree(self.failed(key), ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _lock_file(self, key: str) -> Iterator[IO[bytes]]:
+        with contextlib.ExitStack() as stack:
+            with _os_errors(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                lock = stack.enter_context((self.folder / f"{key}.lock").open("ab"))
+            yield lock
+
+    @staticmethod
+    def _replace(source: Path, target: Path) -> None:
+        shutil.rmtree(target, ignore_errors=True)
+        source.rename(target)
+
+    def _sweep(self, mine: str) -> None:
+        """Remove what killed builders left: a temporary folder whose lock nobody holds."""
+        for stale in self.folder.glob(f"{_TEMPORARY}*"):
+            key = stale.name.removeprefix(_TEMPORARY)
+            if key == mine:
+                shutil.rmtree(stale)
+                continue
+            with self._lock_file(key) as lock, contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(stale, ignore_errors=True)
