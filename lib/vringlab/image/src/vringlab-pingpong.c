@@ -480,6 +480,10 @@ static void answer(int fd, const struct options *o, uint32_t token)
 	struct message out = { .seq = 0, .token = token, .ack = 0 };
 
 	for (uint32_t due = 0;; due++) {
+		if (stop_signal) {
+			end_with(BY_SIGNAL, "ended by signal %d", (int)stop_signal);
+			return;
+		}
 		if (!receive_all(fd, o->payload, o->timeout_s, true))
 			return;
 		struct message in = decode(o->payload);
@@ -600,22 +604,22 @@ static int accept_one(struct options *o)
 	length = sizeof a;
 	if (getsockname(fd, &a.any, &length) == 0 && o->family != AF_UNIX)
 		o->port = o->family == AF_INET ? ntohs(a.in.sin_port) : a.vm.svm_port;
+	/* ppoll takes the signals only while it waits: none can slip in before it does. */
+	sigset_t stop_set, before;
+	sigemptyset(&stop_set);
+	sigaddset(&stop_set, SIGINT);
+	sigaddset(&stop_set, SIGTERM);
+	sigprocmask(SIG_BLOCK, &stop_set, &before);
 	if (o->family == AF_UNIX)
 		printf("listening %s\n", o->address);
 	else
 		printf("listening %u\n", o->port);
 	fflush(stdout);
 
-	/* ppoll takes the signals only while it waits: none can slip in before accept(). */
-	sigset_t stop_set, before;
-	sigemptyset(&stop_set);
-	sigaddset(&stop_set, SIGINT);
-	sigaddset(&stop_set, SIGTERM);
-	sigprocmask(SIG_BLOCK, &stop_set, &before);
 	struct pollfd waiting = { .fd = fd, .events = POLLIN };
 	struct timespec limit = { .tv_sec = (time_t)o->timeout_s,
 				  .tv_nsec = (long)((o->timeout_s - floor(o->timeout_s)) * 1e9) };
-	int ready = ppoll(&waiting, 1, &limit, &before);
+	int ready = stop_signal ? -1 : ppoll(&waiting, 1, &limit, &before);
 	int client = ready == 1 ? accept4(fd, NULL, NULL, SOCK_CLOEXEC) : -1;
 	int error = errno;
 	sigprocmask(SIG_SETMASK, &before, NULL);
