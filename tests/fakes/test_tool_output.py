@@ -501,6 +501,13 @@ def test_several_queues_offline_cpus_and_like_named_devices() -> None:
     assert interrupts.delta(reading, later, "virtio1-output.0") == {0: 0, 1: 0, 3: 45}
 
 
+def test_lines_of_one_name_are_added_up() -> None:
+    again = FOUR.replace("virtio11-output.0", "virtio1-output.0")
+    reading = interrupts.parse(again)
+    assert reading.counts["virtio1-output.0"] == (105, 205, 305)
+    assert reading.numbers["virtio1-output.0"] == (32, 34)
+
+
 def test_a_device_without_msix_is_named_as_such() -> None:
     with pytest.raises(InfrastructureError, match="virtio9 has no transmit interrupt") as caught:
         interrupts.tx_queues(interrupts.parse(FOUR), "virtio9")
