@@ -61,9 +61,10 @@ def check_percent(claims: Sequence[Claim]) -> Iterator[Finding]:
         exact = (figure.after / figure.before - 1) * 100
         about = "about " if figure.approximate else ""
         message = (
-            f"{about}{figure.change:+} % is stated, but {figures_text(claim)} is {exact:+.1f} % "
-            f"({possible.text()} within rounding)"
+            f"{about}{figure.change:+} % is stated, but {figures_text(claim)} is {exact:+.1f} %"
         )
+        if f"{possible.low:.1f}" != f"{possible.high:.1f}":
+            message += f" ({possible.low:.1f} to {possible.high:.1f} within rounding)"
         if figure.after > 0:
             # (after - before) / after, the change as seen from the wrong end.
             turned = (1 - figure.before / figure.after) * 100

@@ -242,8 +242,8 @@ def check_latency_against_stream(claims: Sequence[Claim]) -> Iterator[Finding]:
         same = [other for other in streams if (other.path, payload(other)) == (claim.path, size)]
         for side in ("before", "after"):
             value = getattr(claim, side)
-            rates = {getattr(stream, side): stream for stream in same}
-            rates.pop(None, None)
+            # A stream of zero is a failed run, which has a rule of its own.
+            rates = {getattr(stream, side): stream for stream in same if getattr(stream, side)}
             if not value or not rates:
                 continue
             # The fastest stream that anyone published is the kindest bound.

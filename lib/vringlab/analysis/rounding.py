@@ -24,10 +24,6 @@ class Range:
         """Whether any value lies in both."""
         return self.low <= other.high and other.low <= self.high
 
-    def text(self) -> str:
-        """The interval with one decimal."""
-        return f"{self.low:.1f} to {self.high:.1f}"
-
 
 def _half_unit(value: Decimal, approximate: bool) -> Decimal:
     exponent = int(value.as_tuple().exponent)
