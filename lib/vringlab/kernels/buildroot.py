@@ -261,7 +261,7 @@ def _finish(kernel: BaseKernel, folder: Path) -> BuildRoot:
 def _load(kernel: BaseKernel, folder: Path) -> BuildRoot | None:
     try:
         made = json.loads((folder / "buildroot.json").read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
         return None
     return BuildRoot(
         kernel=kernel,

@@ -135,7 +135,7 @@ def _load(entry: Path) -> BuiltModule | None:
             for name, value in made["module"].items()
         }
         return BuiltModule(path=path, log_path=entry / "build.log", cached=True, **kept)
-    except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError):
+    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError, KeyError, TypeError):
         return None
 
 

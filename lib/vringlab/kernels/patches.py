@@ -260,9 +260,12 @@ def _hunks(diff: str) -> Iterator[Hunk]:
 
 
 def _names(folder: Path) -> list[str]:
+    """Names of the folders and patch files in a folder, sorted; of anything else, nothing."""
     if not folder.is_dir():
         return []
-    return sorted(item.stem if item.is_file() else item.name for item in folder.iterdir())
+    items = list(folder.iterdir())
+    patches = [item.stem for item in items if item.suffix == ".patch" and item.is_file()]
+    return sorted(patches + [item.name for item in items if item.is_dir()])
 
 
 def arm_names(experiment: str, base: str, *, data: Path | None = None) -> tuple[str, ...]:

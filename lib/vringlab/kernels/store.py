@@ -19,6 +19,20 @@ OnStep = Callable[[str], None]
 _TEMPORARY = ".building-"
 _FAILED = ".failed-"
 
+# The disk's or the folder's fault; any other error of the system is a mistake of ours.
+_DISK_ERRORS = frozenset(
+    {
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EACCES,
+        errno.EPERM,
+        errno.EROFS,
+        errno.ENOTDIR,
+        errno.EEXIST,
+        errno.EIO,
+    }
+)
+
 
 def require_space(folder: Path, gigabytes: float) -> None:
     """Check that the disk under `folder` has room before work is begun.
@@ -36,19 +50,15 @@ def require_space(folder: Path, gigabytes: float) -> None:
 
 
 @contextlib.contextmanager
-def _os_errors(folder: Path) -> Iterator[None]:
+def _disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            why, remedy = "the disk is full", "free some space"
-        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            why, remedy = "it cannot be written", "make it yours"
-        else:
+        if error.errno not in _DISK_ERRORS:
             raise
         raise InfrastructureError(
-            f"the cache folder {folder} cannot be used: {why} ({error})",
-            remedy=f"{remedy}, or point VRINGLAB_CACHE elsewhere",
+            f"the cache folder {folder} cannot be used: {error}",
+            remedy="free some space or make the folder yours, or point VRINGLAB_CACHE elsewhere",
             host="local",
         ) from error
 
@@ -92,7 +102,7 @@ class Store:
         Raises:
             InfrastructureError: the cache folder cannot be written or is full.
         """
-        with _os_errors(self.folder):
+        with _disk_errors(self.folder):
             self._sweep(key)
             temporary = self.folder / f"{_TEMPORARY}{key}"
             temporary.mkdir()
@@ -110,7 +120,7 @@ class Store:
     @contextlib.contextmanager
     def _lock_file(self, key: str) -> Iterator[IO[bytes]]:
         with contextlib.ExitStack() as stack:
-            with _os_errors(self.folder):
+            with _disk_errors(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 lock = stack.enter_context((self.folder / f"{key}.lock").open("ab"))
             yield lock

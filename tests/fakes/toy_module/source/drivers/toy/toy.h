@@ -1,0 +1,1 @@
+int toy_scale(int value);

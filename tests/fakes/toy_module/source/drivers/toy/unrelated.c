@@ -1,0 +1,1 @@
+#error this file belongs to no module of the toy
