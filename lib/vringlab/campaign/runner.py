@@ -176,6 +176,7 @@ def execute(
             status = campaign.run(session_factory)
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt)
+        store.rescan()
         result = campaign.result("interrupted" if interrupted else "failed")
         # The first failure is the one to report; a full disk, for one, fails here again.
         with suppress(VringlabError):
@@ -248,6 +249,7 @@ class _Campaign:
     pace: _Pace = field(default_factory=_Pace)
     boots_left: int = 0
     left_s: float = 0.0
+    mark: float = 0.0
     build_ids: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -380,16 +382,12 @@ class _Campaign:
         if self.store.supersede(cells) and self.measured:
             self.left_s += again
         for _, visit in groupby(cells, lambda cell: cell.arm_name):
-            start = time.monotonic()
+            self.mark = time.monotonic()
             arm_cells = list(visit)
             build_id = self._switch(session, identity, arm_cells[0])
             meta = CellMeta(identity, session.host, session.host_kind, build_id)
             for cell in arm_cells:
                 self._cell(session, cell, meta)
-                self.pace.planned_s += cell.duration_s
-                self.pace.cells_s += time.monotonic() - start
-                start = time.monotonic()
-                self.left_s -= cell.duration_s
                 self.store.write_time(self.budget.spent())
 
     def _switch(self, session: Session, identity: str, cell: Cell) -> str:
@@ -432,9 +430,18 @@ class _Campaign:
             self.store.write_cell(cell, outcome, meta)
         self.measured += 1
         self.invalid += not outcome.valid
+        self._count(cell)
         self._tell(
             "cell-done", f"{what}: {headline(outcome)}", boot=meta.boot, cell=cell, outcome=outcome
         )
+
+    def _count(self, cell: Cell) -> None:
+        """Take the time since the last cell, a switch included, as the price of this one."""
+        now = time.monotonic()
+        self.pace.planned_s += cell.duration_s
+        self.pace.cells_s += now - self.mark
+        self.mark = now
+        self.left_s -= cell.duration_s
 
     def _tell(
         self,

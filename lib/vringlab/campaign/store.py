@@ -191,6 +191,10 @@ class Store:
         """Ids of the cells that are there: a live view, not a copy."""
         return self._done
 
+    def rescan(self) -> None:
+        """Look again at what is done: a signal can fall between a rename and its record."""
+        self._done = tables.done_cells(self.path)
+
     def complete_blocks(self) -> set[int]:
         """Numbers of the blocks of which every cell is there."""
         there = Counter(cell.block for cell in self.plan.cells if cell.cell_id in self._done)
@@ -249,7 +253,7 @@ class Store:
             try:
                 temporary.mkdir()
                 for name, content in outcome.raw.items():
-                    if Path(name).name != name or name == "sample.json":
+                    if "/" in name or name in ("", ".", "..", "sample.json"):
                         raise InfrastructureError(
                             f"workload {cell.workload} named a raw file {name!r}",
                             remedy="this is a fault of the workload: report it",
