@@ -203,6 +203,8 @@ def test_a_full_disk_is_reported_although_the_tables_cannot_be_written_either(
         with pytest.raises(InfrastructureError, match="no space left") as caught:
             execute(store, FakeSession, find=find)
         assert "vringlab resume" in caught.value.remedy
+        # What does fit is still written.
+        assert store.provenance()["run"]["status"] == "failed"
 
 
 # Measurements that mean nothing

@@ -32,8 +32,7 @@ def writing(path: Path) -> Iterator[None]:
         if error.errno in _FULL:
             raise InfrastructureError(
                 f"no space left to write {path}",
-                remedy=f"free space for {path.parent}, then resume the run; nothing half-written "
-                "was left",
+                remedy=f"free space on the disk of {path.parent}; nothing half-written was left",
             ) from error
         raise InfrastructureError(
             f"cannot write {path}: {error.strerror or error}",

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import groupby
@@ -177,10 +177,7 @@ def execute(
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt)
         store.rescan()
-        result = campaign.result("interrupted" if interrupted else "failed")
-        # The first failure is the one to report; a full disk, for one, fails here again.
-        with suppress(VringlabError):
-            campaign.finish(result.status)
+        result = campaign.finish("interrupted" if interrupted else "failed")
         if interrupted:
             raise Interrupted(result) from None
         hint = f"what is done is kept, continue with: {resume_command(store.run_id)}"
@@ -275,12 +272,22 @@ class _Campaign:
         )
 
     def finish(self, status: Status) -> RunResult:
-        with self.budget.phase("analyse"):
+        """Bring all files of the run up to date.
+
+        Raises:
+            InfrastructureError: the disk is full, but only where the run did not fail before:
+                the first failure is the one to report, and each file is tried on its own.
+        """
+        failed = status in ("failed", "interrupted")
+        lenient = suppress(VringlabError) if failed else nullcontext()
+        with lenient:
+            self.store.update_provenance({"run": {"status": status}})
+        with lenient, self.budget.phase("analyse"):
             self.store.consolidate()
-        self.store.update_provenance({"run": {"status": status}})
         result = self.result(status)
         if self.started:
-            self.store.write_time(result.spent, status)
+            with lenient:
+                self.store.write_time(result.spent, status)
         self._tell("end", f"{status}: {result.done} of {result.total} cells done")
         return result
 
@@ -388,7 +395,8 @@ class _Campaign:
             meta = CellMeta(identity, session.host, session.host_kind, build_id)
             for cell in arm_cells:
                 self._cell(session, cell, meta)
-                self.store.write_time(self.budget.spent())
+                with self.budget.phase("collect"):
+                    self.store.write_time(self.budget.spent())
 
     def _switch(self, session: Session, identity: str, cell: Cell) -> str:
         self._tell("switch", f"loading {cell.arm_name}", boot=identity)
