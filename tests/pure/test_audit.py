@@ -5,15 +5,20 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 from rich.console import Console
 
 from vringlab.analysis.audit import RULES, audit, audit_selection, required_runs
@@ -22,7 +27,7 @@ from vringlab.analysis.finding import Finding, versions_text
 from vringlab.analysis.rounding import percent_of, printed, raw_ratio
 from vringlab.analysis.units import metric
 from vringlab.errors import UserError
-from vringlab.report import audit_view
+from vringlab.report import audit_view, claim_figures
 
 CLEAN = read_claims(Path(__file__).parent / "data" / "synthetic-clean.yaml")
 BY_ID = {claim.id.partition("/")[2]: claim for claim in CLEAN}
@@ -242,6 +247,8 @@ def test_unknown_selections_are_refused(tmp_path: Path) -> None:
         audit_selection("nothing")
     with pytest.raises(UserError, match="cannot read"):
         audit_selection(file=tmp_path / "none.yaml")
+    with pytest.raises(UserError, match="both an experiment"):
+        audit_selection("vsock-throughput", tmp_path / "none.yaml")
 
 
 # --- nothing in a clean file, whatever is done to it that keeps it true --------------------------
@@ -644,3 +651,111 @@ def test_records_are_plain_json(found: list[Finding]) -> None:
         "rule",
         "source",
     }
+
+
+@pytest.fixture
+def closed() -> Iterator[None]:
+    yield
+    plt.close("all")
+
+
+@pytest.mark.usefixtures("closed")
+def test_heat_maps_show_the_matrix_and_frame_what_repeats(found: list[Finding]) -> None:
+    matrix = load_claims("vhost-net-rx-poll")
+    figure = claim_figures.heat_maps(matrix, found)
+    panels = figure.axes[:9]
+    texts = [text for panel in panels for text in panel.texts]
+    assert len(texts) == 162
+    assert Counter(len(panel.patches) for panel in panels) == {4: 3, 0: 6}
+    frame = claim_figures.matrix_frame(matrix, "guest-tx", ["throughput"])
+    assert frame.loc[1, 1024] == pytest.approx(-18.9329)
+    assert frame.shape == (4, 6)
+    # Less CPU is for the better, so both end on the green side of the colour scale.
+    for panel, value in ((panels[0], -7.0963), (panels[1], 12.6880)):
+        (mesh,) = panel.collections
+        assert mesh.get_array().ravel()[1] == pytest.approx(value)  # type: ignore[union-attr]
+
+
+@pytest.mark.usefixtures("closed")
+def test_no_text_of_the_heat_maps_overlaps_another(found: list[Finding]) -> None:
+    figure = claim_figures.heat_maps(load_claims("vhost-net-rx-poll"), found)
+    _assert_apart(figure)
+
+
+@pytest.mark.usefixtures("closed")
+def test_latency_figure_draws_the_means_and_the_bound() -> None:
+    latencies = load_claims("vsock-direct-enqueue")
+    figure = claim_figures.latency_versions(latencies, load_claims("vsock-throughput"))
+    (axes,) = figure.axes
+    assert len(axes.get_yticks()) == 8
+    ends = [np.asarray(line.get_xdata()) for line in axes.lines]
+    bounds = [float(left) for left, right in ends if left == right]
+    assert bounds == [pytest.approx(4096 * 8 / 6.87e9 * 1e6)] * 4
+    _assert_apart(figure)
+
+
+@pytest.mark.usefixtures("closed")
+def test_stated_percentages_as_drawn() -> None:
+    frame = claim_figures.stated_frame(load_claims())
+    assert set(frame.index[~frame["possible"]]) == {
+        "virtio-net-netperf/merged.throughput",
+        "vsock-skb-merge/v2.large",
+    }
+    assert frame.loc["virtio-net-netperf/merged.throughput", "exact"] == pytest.approx(87.0968)
+    _assert_apart(claim_figures.stated_against_raw(load_claims()))
+
+
+def _ticks(axis: Axis) -> list[Text]:
+    # Matplotlib keeps a tick or two outside the view, which it does not draw.
+    low, high = sorted(axis.get_view_interval())
+    return [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+
+
+def _assert_apart(figure: Figure) -> None:
+    """No two labels of a figure overlap, and none is cut off by its edge."""
+    figure.canvas.draw()
+    labels = [
+        text
+        for axes in figure.axes
+        for text in (*axes.texts, axes.title, *_ticks(axes.xaxis), *_ticks(axes.yaxis))
+        if text.get_text()
+    ]
+    boxes = [label.get_window_extent() for label in labels]
+    for (one, box), (two, other) in itertools.combinations(zip(labels, boxes, strict=True), 2):
+        assert not box.overlaps(other), (one.get_text(), two.get_text())
+    width, height = figure.canvas.get_width_height()
+    for label, box in zip(labels, boxes, strict=True):
+        inside = box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height
+        assert inside, label.get_text()
+
+
+@pytest.mark.usefixtures("closed")
+@pytest.mark.parametrize(
+    "draw",
+    [claim_figures.heat_maps, claim_figures.latency_versions, claim_figures.stated_against_raw],
+)
+def test_nothing_to_draw_is_said(draw: Callable[[list[Claim]], Figure]) -> None:
+    with pytest.raises(UserError) as caught:
+        draw([BY_ID["v2.tail"]])
+    assert caught.value.remedy
+
+
+def test_tables_for_reading(found: list[Finding]) -> None:
+    claims = load_claims()
+    overview = claim_figures.overview_table(claims)
+    assert overview["figures"].sum() == len(claims)
+    table = claim_figures.claims_table(load_claims("vsock-skb-merge"))
+    assert (table["version"] == "v3 to v9").sum() == 4
+    html = claim_figures.shown(claim_figures.findings_table(found)).to_html()
+    assert "<b>" not in html
+    assert "31 -&gt; 58 Gb/s" in html
+    assert len(claim_figures.rules_table()) == len(RULES)
+
+
+@pytest.mark.usefixtures("closed")
+def test_figures_are_written_only_where_asked(tmp_path: Path) -> None:
+    figure = claim_figures.stated_against_raw(load_claims())
+    assert claim_figures.save_figures(None, a_b=figure) == []
+    (path,) = claim_figures.save_figures(tmp_path / "new", a_b=figure)
+    assert path.name == "a-b.png"
+    assert path.stat().st_size > 1000

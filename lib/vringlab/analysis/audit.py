@@ -25,6 +25,7 @@ from vringlab.analysis.claims import (
 )
 from vringlab.analysis.finding import RULES, SEVERITIES, Finding, Rule, finding, versions_text
 from vringlab.analysis.units import percent_text
+from vringlab.errors import UserError
 
 __all__ = ["RULES", "SEVERITIES", "Finding", "Rule", "audit", "audit_selection"]
 
@@ -262,8 +263,13 @@ def audit_selection(
         The claims judged, and the findings.
 
     Raises:
-        UserError: no such experiment or file, or a file that breaks the schema.
+        UserError: no such experiment or file, a file that breaks the schema, or both given.
     """
+    if experiment is not None and file is not None:
+        raise UserError(
+            f"both an experiment ({experiment}) and a file ({file}) to audit",
+            remedy="give one of them; a file is held against the collection's claims anyway",
+        )
     claims = read_claims(file) if file is not None else load_claims(experiment, folder)
     judged = {claim.experiment for claim in claims}
     others = [

@@ -186,7 +186,7 @@ def figures_text(claim: Claim) -> str:
         return f"{about}{figure.change:+} %"
     if figure.difference is not None:
         return f"{about}{figure.difference:+} {figure.unit}"
-    return "no difference, in words"
+    return "no difference (in words)"
 
 
 def versions_text(versions: Sequence[str]) -> str:
