@@ -126,13 +126,12 @@ def load(folder: Path) -> Image | None:
 
 def _compile_tools(target: Path) -> None:
     """Build our C tools statically, so that the image's libc need not be this machine's."""
-    for source in sorted(SOURCES.glob("*.c")):
-        local.run(
-            ["gcc", "-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-static", "-pthread"]
-            + [str(source), "-o", str(target / source.stem), "-lm"],
-            timeout=120,
-            remedy_missing="install gcc and libc6-dev, or run `make setup`",
-        )
+    local.run(
+        ["make", "-s", "-C", str(SOURCES), "all", f"OUT={target}", "STATIC=1"],
+        timeout=120,
+        remedy_missing="install make, gcc and libc6-dev, or run `make setup`",
+        remedy="the tools of lib/vringlab/image/src need gcc and a static libc",
+    )
 
 
 def _hooks(recipe: Recipe, work: Path) -> list[str]:
@@ -165,7 +164,7 @@ def _hooks(recipe: Recipe, work: Path) -> list[str]:
         f"sync-in {shlex.quote(str(work / 'etc'))} /etc/vringlab",
         f'chmod 0755 "$1"{PREFIX}/* && chmod 0600 "$1"/etc/vringlab/ssh_host_ed25519_key',
         'cp "$1"/etc/vringlab/inittab "$1"/etc/inittab',
-        'ln -sf ../usr/bin/busybox "$1"/sbin/init; ln -sf ../usr/bin/busybox "$1"/sbin/poweroff',
+        'for name in init poweroff; do ln -sf /usr/bin/busybox "$1"/usr/sbin/$name; done',
         f'for tool in "$1"{PREFIX}/vringlab-*; do ln -sf "../lib/vringlab/$(basename "$tool")" '
         '"$1"/usr/bin/; done',
         # Accounts must not be locked for sshd, and nobody has a password.
@@ -229,19 +228,16 @@ def _read_members(tar: Path, modules: tuple[str, ...], target: Path) -> tuple[st
         content = {path.rsplit("/", 1)[1]: read(f"{base}/{path}") for path in order}
         (target / "vmlinuz").write_bytes(read(kernel))
         (target / "initrd").write_bytes(
-            initrd.build(
-                read("usr/bin/busybox"), (FILES / "initrd-init").read_bytes(), content
-            )
+            initrd.build(read("usr/bin/busybox"), (FILES / "initrd-init").read_bytes(), content)
         )
         return release, read("etc/vringlab/packages")
 
 
 def _make_keys(work: Path, target: Path, etc: Path) -> str:
     """A client key and a host key of this image alone; returns the public host key."""
-    for path, comment in ((target / "id_ed25519", "client"), (etc / "ssh_host_ed25519_key", "host")):
+    for path in (target / "id_ed25519", etc / "ssh_host_ed25519_key"):
         local.run(
-            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", f"vringlab {comment}"]
-            + ["-f", str(path)],
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "vringlab", "-f", str(path)],
             timeout=60,
             cwd=work,
             remedy_missing="install openssh-client, or run `make setup`",
@@ -281,7 +277,7 @@ def ensure_image(
             prefix, etc = work / "prefix", work / "etc"
             prefix.mkdir()
             etc.mkdir()
-            for name in ("setup", "net-up"):
+            for name in ("setup", "net-up", "swap-module"):
                 shutil.copy(FILES / name, prefix / name)
             for name in ("inittab", "sshd_config"):
                 shutil.copy(FILES / name, etc / name)

@@ -55,9 +55,9 @@ def module_order(dependencies: str, wanted: Iterable[str]) -> list[str]:
     """
     by_name: dict[str, tuple[str, list[str]]] = {}
     for line in dependencies.splitlines():
-        path, _, needed = line.partition(":")
+        path, _, needs = line.partition(":")
         name = posixpath.basename(path).split(".ko")[0].replace("-", "_")
-        by_name[name] = (path, needed.split())
+        by_name[name] = (path, needs.split())
     order: list[str] = []
     for name in wanted:
         path, needed = by_name[name]

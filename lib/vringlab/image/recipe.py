@@ -13,8 +13,8 @@ from pathlib import Path
 FILES = Path(__file__).parent / "files"
 SOURCES = Path(__file__).parent / "src"
 
-#: Raised when the way of building changes without a change of recipe or files.
-_BUILD_VERSION = 1
+#: How the ingredients are put together decides the result too.
+_BUILDERS = (Path(__file__).parent / "build.py", Path(__file__).parent / "initrd.py")
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class Recipe:
         "crypto",
         "drivers/block",
         "drivers/char",
+        "drivers/crypto/ccp",
         "drivers/net/tap.ko*",
         "drivers/net/tun.ko*",
         "drivers/net/veth.ko*",
@@ -89,12 +90,11 @@ class Recipe:
     initrd_modules: tuple[str, ...] = ("virtio_blk", "squashfs", "overlay")
 
     def digest(self) -> str:
-        """Content address: the recipe, our files and tools' sources; 16 hex digits."""
+        """Content address: recipe, builders, our files and tools' sources; 16 hex digits."""
         state = hashlib.sha256()
-        state.update(json.dumps([_BUILD_VERSION, asdict(self)], sort_keys=True).encode())
-        for folder in (FILES, SOURCES):
-            for path in sorted(folder.rglob("*")):
-                if path.is_file():
-                    state.update(path.relative_to(folder).as_posix().encode() + b"\0")
-                    state.update(hashlib.sha256(path.read_bytes()).digest())
+        state.update(json.dumps(asdict(self), sort_keys=True).encode())
+        sources = [*SOURCES.glob("*.[ch]"), SOURCES / "Makefile"]
+        for path in sorted([*FILES.iterdir(), *sources, *_BUILDERS]):
+            state.update(path.name.encode() + b"\0")
+            state.update(hashlib.sha256(path.read_bytes()).digest())
         return state.hexdigest()[:16]

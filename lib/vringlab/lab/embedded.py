@@ -1,0 +1,257 @@
+"""The embedded KVM host: a virtual machine of ours that runs KVM guests, on any machine.
+
+Without usable KVM, QEMU emulates a processor with AMD's SVM; /dev/kvm inside is then real to its
+guests, only slow. Nothing of it outlives the run: the block that made it ends it, the kernel's
+parent-death signal ends it after kill -9, and `reap` removes what a dead owner left on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from vringlab.errors import InfrastructureError, TransientError
+from vringlab.image.build import Image
+from vringlab.lab.accel import QEMU, QEMU_MISSING, Accelerator
+from vringlab.lab.qmp import Monitor
+from vringlab.settings import settings
+from vringlab.transport import local
+from vringlab.transport.ssh import Address, Machine
+
+_MAC = "52:54:00:76:6c:00"
+_PORT_TRIES = 5
+_POLL_S = 0.02
+
+#: Emulation cannot be attacked through speculation, and self tests of ciphers say nothing here.
+_FAST_BOOT = (
+    "quiet panic=-1 mitigations=off random.trust_cpu=on tsc=reliable no_timer_check "
+    "cryptomgr.notests audit=0 8250.nr_uarts=1"
+)
+
+
+@dataclass(frozen=True)
+class HostMachine:
+    """A running KVM host.
+
+    Attributes:
+        machine: The SSH connection to it.
+        kind: `emulated`, `nested` or `physical`.
+        image: The image whose tools run on it.
+        accelerator: What it runs on itself, and why.
+        qemu_argv: Command line of the QEMU that runs it (empty for a physical host).
+        console: Its console's log.
+        vcpu_threads: Threads of its virtual processors on this machine.
+    """
+
+    machine: Machine
+    kind: str
+    image: Image
+    accelerator: Accelerator
+    qemu_argv: tuple[str, ...]
+    console: Path
+    vcpu_threads: tuple[int, ...]
+
+
+def _labs() -> Path:
+    return settings().cache / "labs"
+
+
+def _start_time(pid: int) -> str | None:
+    """The kernel's start time of a process: with the pid it names one process for ever."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return None
+
+
+def reap() -> list[Path]:
+    """Remove labs whose owner is dead, with their QEMU if it still runs.
+
+    Returns the folders removed.
+    """
+    removed = []
+    for folder in sorted(_labs().glob("lab-*")):
+        try:
+            owner = json.loads((folder / "owner.json").read_text())
+        except (OSError, ValueError):
+            # Either half made by a killed process, or being made right now by a live one.
+            if time.time() - folder.stat().st_mtime > 60:
+                shutil.rmtree(folder, ignore_errors=True)
+            continue
+        if _start_time(owner["pid"]) == owner["started"]:
+            continue
+        pid = owner.get("qemu_pid")
+        if pid is not None and _start_time(pid) == owner.get("qemu_started"):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(folder, ignore_errors=True)
+        removed.append(folder)
+    return removed
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _argv(image: Image, accelerator: Accelerator, port: int, console: Path, qmp: int) -> list[str]:
+    tcg = accelerator.name == "tcg"
+    limits = settings()
+    append = (
+        f"console=ttyS0 {_FAST_BOOT if tcg else 'quiet panic=-1'} "
+        f"vringlab.role=host vringlab.mac={_MAC} vringlab.address=10.0.2.15/24 "
+        "vringlab.gateway=10.0.2.2 "
+        "vringlab.modules=virtio_net,kvm_amd,kvm_intel,vhost_vsock,vhost_net,tun"
+    )
+    return [
+        QEMU,
+        *("-accel", "tcg,thread=multi,tb-size=1024" if tcg else "kvm"),
+        # la57: five levels of page tables double the cost of every emulated TLB miss.
+        *("-cpu", "max,la57=off" if tcg else "host"),
+        *("-machine", "q35"),
+        *("-smp", str(limits.lab_cpus), "-m", str(limits.lab_memory_mib)),
+        *("-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"),
+        *("-kernel", str(image.kernel), "-initrd", str(image.initrd), "-append", append),
+        *("-drive", f"file={image.root},if=none,id=root,format=raw,readonly=on"),
+        *("-device", "virtio-blk-pci,drive=root"),
+        *("-netdev", f"user,id=net,restrict=on,hostfwd=tcp:127.0.0.1:{port}-:22"),
+        *("-device", f"virtio-net-pci,netdev=net,mac={_MAC}"),
+        *("-device", "virtio-rng-pci"),
+        *("-serial", f"file:{console}"),
+        *("-chardev", f"socket,id=qmp,fd={qmp}", "-mon", "chardev=qmp,mode=control"),
+    ]
+
+
+def _read(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text(errors="replace")
+    return ""
+
+
+def _await_console(
+    process: subprocess.Popen[bytes], console: Path, log: Path, deadline: float
+) -> None:
+    """Wait for the console's word that the host is set up."""
+    while "host is set up" not in _read(console):
+        if process.poll() is not None:
+            stderr = _read(log)
+            kind = TransientError if "host forwarding" in stderr else InfrastructureError
+            raise kind(
+                "the embedded host's QEMU ended while it booted",
+                remedy="see its last lines; with too little memory set VRINGLAB_LAB_MEMORY_MIB",
+                command=QEMU,
+                host="local",
+                stdout=_read(console),
+                stderr=stderr,
+                returncode=process.returncode,
+            )
+        if time.monotonic() > deadline:
+            raise TransientError(
+                f"the embedded host was not up within {settings().boot_timeout:g} s",
+                remedy="this machine may be overloaded; raise VRINGLAB_BOOT_TIMEOUT",
+                host="embedded",
+                stdout=_read(console),
+                stderr=_read(log),
+            )
+        time.sleep(_POLL_S)
+
+
+@contextlib.contextmanager
+def _lab_folder() -> Iterator[Path]:
+    reap()
+    folder = _labs() / f"lab-{uuid.uuid4().hex[:12]}"
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _record_owner(folder: Path, qemu_pid: int) -> None:
+    pid = os.getpid()
+    owner = {
+        "pid": pid,
+        "started": _start_time(pid),
+        "qemu_pid": qemu_pid,
+        "qemu_started": _start_time(qemu_pid),
+    }
+    temporary = folder / "owner.json.part"
+    temporary.write_text(json.dumps(owner))
+    temporary.rename(folder / "owner.json")
+
+
+@contextlib.contextmanager
+def _boot(image: Image, accelerator: Accelerator, folder: Path) -> Iterator[HostMachine]:
+    deadline = time.monotonic() + settings().boot_timeout
+    port = _free_port()
+    console, log = folder / "console.log", folder / "qemu.log"
+    ours, theirs = socket.socketpair()
+    argv = _argv(image, accelerator, port, console, theirs.fileno())
+    with contextlib.ExitStack() as stack:
+        stack.callback(ours.close)
+        process = stack.enter_context(
+            local.companion(argv, log=log, remedy_missing=QEMU_MISSING, pass_fds=[theirs.fileno()])
+        )
+        theirs.close()
+        _record_owner(folder, process.pid)
+        _await_console(process, console, log, deadline)
+        monitor = stack.enter_context(Monitor(ours, name="embedded"))
+        address = Address("embedded", "127.0.0.1", port, "root", image.client_key, image.host_key)
+        machine = stack.enter_context(
+            Machine(address, timeout=max(10.0, deadline - time.monotonic()))
+        )
+        yield HostMachine(
+            machine=machine,
+            kind=accelerator.host_kind,
+            image=image,
+            accelerator=accelerator,
+            qemu_argv=tuple(argv),
+            console=console,
+            vcpu_threads=tuple(monitor.vcpu_threads()),
+        )
+
+
+@contextlib.contextmanager
+def embedded_host(
+    image: Image,
+    accelerator: Accelerator,
+    *,
+    on_step: Callable[[str], None] = lambda _: None,
+) -> Iterator[HostMachine]:
+    """Boot the embedded host, and end it with the block.
+
+    Enter it in a thread that lives as long as the host shall (see `local.companion`).
+
+    Args:
+        image: Its kernel and root.
+        accelerator: From `accel.choose`.
+        on_step: Told what is being done.
+
+    Raises:
+        InfrastructureError: QEMU is missing or ended; the console's last lines are in it.
+        TransientError: not up within the settings' `boot_timeout`.
+    """
+    on_step(f"booting the embedded host ({accelerator.name}: {accelerator.reason})")
+    for attempt in range(1, _PORT_TRIES + 1):
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(_lab_folder())
+            try:
+                host = stack.enter_context(_boot(image, accelerator, folder))
+            except TransientError as error:
+                # Another program took the port between our look and QEMU's bind.
+                if "host forwarding" in error.stderr and attempt < _PORT_TRIES:
+                    continue
+                raise
+            yield host
+            return

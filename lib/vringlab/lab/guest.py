@@ -1,0 +1,402 @@
+"""The guest: provisioned over SSH on a KVM host, under KVM, with the devices that are measured."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+
+from vringlab.errors import InfrastructureError, TransientError, UserError
+from vringlab.lab.embedded import HostMachine
+from vringlab.lab.pinning import Layout, pin
+from vringlab.lab.qmp import Monitor
+from vringlab.lab.testpmd import TESTPMD_READY_S, testpmd_argv
+from vringlab.settings import settings
+from vringlab.transport.ssh import Address, Machine
+
+#: Folder on the KVM host for everything of one guest.
+WORK = "/run/vringlab"
+_TAP = "vringlab0"
+_HOST_ADDRESS = "192.168.77.1"
+_GUEST_ADDRESS = "192.168.77.2"
+_MANAGEMENT_MAC = "52:54:00:76:6c:01"
+_FIRST_CID = 3
+_FIRST_QMP_PORT = 4444
+_TRIES = 32
+
+#: As for the embedded host, and: security modules and a second processor cost seconds at boot
+#: under nested emulation (the latter joins when the guest is set up).
+_FAST_BOOT = (
+    "mitigations=off random.trust_cpu=on tsc=reliable no_timer_check cryptomgr.notests "
+    "audit=0 lsm=none maxcpus=1 8250.nr_uarts=1"
+)
+
+
+@dataclass(frozen=True)
+class VhostUserNic:
+    """A virtio-net device served by testpmd over vhost-user.
+
+    Attributes:
+        packed: Packed ring instead of split.
+        ring_size: Entries of the transmit ring; a power of two, 256 to 1024.
+    """
+
+    packed: bool
+    ring_size: int
+
+    def __post_init__(self) -> None:
+        """Refuse what QEMU refuses, before a machine is touched."""
+        if self.ring_size not in (256, 512, 1024):
+            raise UserError(
+                f"a ring of {self.ring_size} entries is not possible with vhost-user",
+                remedy="use 256, 512 or 1024",
+            )
+
+    @property
+    def name(self) -> str:
+        """Such as `split256`."""
+        return f"{'packed' if self.packed else 'split'}{self.ring_size}"
+
+
+@dataclass(frozen=True)
+class GuestSpec:
+    """How a guest is made.
+
+    Attributes:
+        vcpus: Virtual processors.
+        memory_mib: Memory; with vhost-user it is a shared memfd, which testpmd maps.
+        nics: vhost-user devices, beside the management interface (virtio-net over vhost/TAP).
+        shared_memory: Whether guest memory is shared; vhost-user cannot work without.
+        kernel_args: Appended to the guest kernel's command line.
+    """
+
+    vcpus: int = 2
+    memory_mib: int = 1024
+    nics: tuple[VhostUserNic, ...] = ()
+    shared_memory: bool = True
+    kernel_args: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse combinations that would boot and then measure nothing (bess#846)."""
+        if self.nics and not self.shared_memory:
+            raise UserError(
+                "vhost-user devices need shared guest memory: testpmd could not see a packet",
+                remedy="leave shared_memory on",
+            )
+
+    def as_record(self) -> dict[str, object]:
+        """For provenance."""
+        return asdict(self)
+
+
+@dataclass
+class Guest:
+    """A running guest.
+
+    Attributes:
+        machine: SSH to it, through the KVM host.
+        spec: What it was made from.
+        cid: Its vsock context id.
+        layout: Processors of the KVM host.
+        qemu_pid: Process of its QEMU on the KVM host.
+        qemu_argv: That QEMU's command line.
+        threads: Pinned threads of the KVM host: thread id -> processor.
+        vhost_threads: Those of them that are vhost workers.
+        nics: MAC address of each vhost-user device.
+        testpmd_ports: testpmd port of each vhost-user device.
+        loaded: Build-id of each module swapped in, by module.
+    """
+
+    machine: Machine
+    spec: GuestSpec
+    cid: int
+    layout: Layout
+    qemu_pid: int
+    qemu_argv: tuple[str, ...]
+    threads: dict[int, int]
+    vhost_threads: tuple[int, ...]
+    monitor: Monitor
+    nics: dict[VhostUserNic, str] = field(default_factory=dict)
+    testpmd_ports: dict[VhostUserNic, int] = field(default_factory=dict)
+    loaded: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def management(self) -> tuple[str, str, str]:
+        """MAC, address with prefix and gateway of the management interface."""
+        return _MANAGEMENT_MAC, f"{_GUEST_ADDRESS}/24", _HOST_ADDRESS
+
+    @property
+    def address(self) -> str:
+        """The guest's address on the management network (virtio-net over vhost/TAP)."""
+        return _GUEST_ADDRESS
+
+    @property
+    def host_address(self) -> str:
+        """The KVM host's address on the management network."""
+        return _HOST_ADDRESS
+
+
+def nic_mac(index: int) -> str:
+    """MAC address of the vhost-user device at `index` (0-based)."""
+    return f"52:54:00:76:6d:{index + 1:02x}"
+
+
+def qemu_argv(
+    spec: GuestSpec, *, release: str, host_kind: str, cid: int, qmp_port: int
+) -> list[str]:
+    """QEMU's command line on the KVM host; pure, so that it can be read before anything boots."""
+    emulated = host_kind == "emulated"
+    append = (
+        f"console=ttyS0 quiet panic=-1 {_FAST_BOOT if emulated else ''} vringlab.role=guest "
+        f"vringlab.mac={_MANAGEMENT_MAC} vringlab.address={_GUEST_ADDRESS}/24 "
+        f"vringlab.gateway={_HOST_ADDRESS} "
+        f"vringlab.modules=virtio_net,vmw_vsock_virtio_transport,pktgen {spec.kernel_args}"
+    )
+    memory = "memory-backend-memfd" if spec.shared_memory else "memory-backend-ram"
+    share = ",share=on" if spec.shared_memory else ""
+    argv = [
+        "qemu-system-x86_64",
+        *("-name", "vringlab-guest,debug-threads=on"),
+        *("-accel", "kvm"),
+        # XSAVE under emulated SVM has sizes that the guest's kernel warns of; nothing here uses it.
+        *("-cpu", "host,xsave=off" if emulated else "host"),
+        *("-machine", "q35,hpet=off,i8042=off,sata=off,smbus=off"),
+        *("-smp", str(spec.vcpus), "-m", str(spec.memory_mib)),
+        *("-object", f"{memory},id=mem,size={spec.memory_mib}M{share}"),
+        *("-numa", "node,memdev=mem"),
+        *("-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"),
+        *("-kernel", f"/boot/vmlinuz-{release}", "-initrd", f"{WORK}/initrd"),
+        *("-append", " ".join(append.split())),
+        *("-drive", "file=/dev/vda,if=none,id=root,format=raw,readonly=on,file.locking=off"),
+        *("-device", "virtio-blk-pci,drive=root"),
+        *("-netdev", f"tap,id=mgmt,ifname={_TAP},script=no,downscript=no,vhost=on"),
+        *("-device", f"virtio-net-pci,netdev=mgmt,mac={_MANAGEMENT_MAC}"),
+        *("-device", f"vhost-vsock-pci,guest-cid={cid}"),
+        *("-device", "virtio-rng-pci"),
+        *("-serial", f"file:{WORK}/console.log"),
+        *("-qmp", f"tcp:127.0.0.1:{qmp_port},server=on,wait=off"),
+        *("-daemonize", "-pidfile", f"{WORK}/qemu.pid"),
+    ]
+    for index, nic in enumerate(spec.nics):
+        argv += [
+            *("-chardev", f"socket,id=c{index},path={WORK}/vhost{index}.sock"),
+            *("-netdev", f"vhost-user,id=v{index},chardev=c{index}"),
+            "-device",
+            f"virtio-net-pci,netdev=v{index},mac={nic_mac(index)},vectors=4,"
+            f"packed={'on' if nic.packed else 'off'},tx_queue_size={nic.ring_size},"
+            "rx_queue_size=256",
+        ]
+    return argv
+
+
+def prepare_host(host: HostMachine) -> None:
+    """Make the host ready for guests: work folder, initrd, TAP. Repeating it changes nothing.
+
+    Raises:
+        InfrastructureError: KVM, vhost or TUN is missing on the host.
+    """
+    machine = host.machine
+    machine.run(
+        "for device in kvm vhost-vsock vhost-net net/tun; do "
+        'if ! [ -c "/dev/$device" ]; then echo "/dev/$device is missing" >&2; exit 1; fi; done; '
+        f"mkdir -p {WORK}",
+        remedy="load kvm_amd or kvm_intel, vhost_vsock, vhost_net and tun on the KVM host",
+    )
+    machine.put(host.image.initrd, f"{WORK}/initrd")
+    machine.run(
+        f"ip link show {_TAP} >/dev/null 2>&1 || {{ ip tuntap add {_TAP} mode tap && "
+        f"ip addr add {_HOST_ADDRESS}/24 dev {_TAP}; }} && ip link set {_TAP} up",
+        remedy="the management network needs rights to make a TAP device on the KVM host",
+    )
+
+
+def _launch(host: HostMachine, spec: GuestSpec) -> tuple[int, tuple[str, ...], int, int]:
+    """Start QEMU with the first free CID and monitor port: (pid, argv, cid, port)."""
+    cids, ports = itertools.count(_FIRST_CID), itertools.count(_FIRST_QMP_PORT)
+    cid, port = next(cids), next(ports)
+    for _ in range(_TRIES):
+        argv = qemu_argv(
+            spec, release=host.image.release, host_kind=host.kind, cid=cid, qmp_port=port
+        )
+        done = host.machine.run(
+            f"rm -f {WORK}/console.log {WORK}/qemu.pid; taskset -c 0 {shlex.join(argv)} && "
+            f"cat {WORK}/qemu.pid",
+            timeout=settings().boot_timeout,
+            check=False,
+        )
+        if done.returncode == 0:
+            return int(done.stdout.split()[-1]), tuple(argv), cid, port
+        if "guest cid" in done.stderr and "in use" in done.stderr:
+            cid = next(cids)
+        elif "in use" in done.stderr and re.search(r"qmp|socket|127\.0\.0\.1", done.stderr):
+            port = next(ports)
+        else:
+            raise InfrastructureError(
+                "the guest's QEMU did not start",
+                remedy="see QEMU's words above; `vringlab doctor` will name what a host lacks",
+                command=argv,
+                host=host.machine.name,
+                stdout=done.stdout,
+                stderr=done.stderr,
+                returncode=done.returncode,
+            )
+    raise InfrastructureError(
+        f"no free vsock CID or monitor port in {_TRIES} tries",
+        remedy="other guests hold them on this host; end those that are strays",
+        host=host.machine.name,
+    )
+
+
+def _await_guest(host: HostMachine, pid: int) -> None:
+    """Wait for the word on the guest's console that it is set up."""
+    limit = settings().boot_timeout
+    done = host.machine.run(
+        f"until grep -q 'guest is set up' {WORK}/console.log; do "
+        f"[ -d /proc/{pid} ] || exit 9; busybox usleep 20000; done",
+        timeout=limit,
+        check=False,
+    )
+    if done.returncode == 0:
+        return
+    console = host.machine.run(["tail", "-n", "40", f"{WORK}/console.log"], check=False).stdout
+    ended = done.returncode == 9
+    raise TransientError(
+        "the guest's QEMU ended while it booted"
+        if ended
+        else f"the guest never came up ({limit:g} s)",
+        remedy="its console's last lines are above; a slow machine may need a longer "
+        "VRINGLAB_BOOT_TIMEOUT",
+        host="guest",
+        stderr=console,
+    )
+
+
+def _find_threads(
+    host: HostMachine, pid: int, layout: Layout, vcpus: list[int]
+) -> tuple[dict[int, int], tuple[int, ...]]:
+    """Threads to pin: vCPUs, and vhost workers wherever this kernel keeps them.
+
+    Since 6.4 a vhost worker is a task of QEMU, before that a kernel thread `vhost-<pid>`.
+
+    Raises:
+        InfrastructureError: no vhost worker was found; then none could be pinned or accounted.
+    """
+    listing = host.machine.run(
+        f"for t in /proc/{pid}/task/* /proc/[0-9]*; do "
+        f'read -r name 2>/dev/null < "$t/comm" && [ "$name" = "vhost-{pid}" ] && '
+        'echo "${t##*/}"; done; true'
+    ).stdout.split()
+    workers = tuple(sorted({int(tid) for tid in listing}))
+    if not workers:
+        raise InfrastructureError(
+            f"no vhost worker thread was found for the guest (QEMU {pid})",
+            remedy="is the management interface on vhost, and vhost_vsock in use? Without the "
+            "worker its processor can neither be pinned nor accounted",
+            host=host.machine.name,
+        )
+    threads = dict(zip(vcpus, layout.vcpus, strict=True))
+    threads |= dict.fromkeys(workers, layout.backend)
+    return threads, workers
+
+
+@contextlib.contextmanager
+def _testpmd(host: HostMachine, spec: GuestSpec, layout: Layout) -> Iterator[None]:
+    """Run testpmd on the host for the guest's lifetime, when there is a device for it."""
+    if not spec.nics:
+        yield
+        return
+    machine = host.machine
+    sockets = [f"{WORK}/vhost{index}.sock" for index in range(len(spec.nics))]
+    argv = testpmd_argv(sockets, main_cpu=layout.tools, polling_cpu=layout.backend)
+    machine.run(["rm", "-f", *sockets, f"{WORK}/testpmd.log"])
+    process = machine.start(
+        f"echo $$ > {WORK}/testpmd.pid; exec {shlex.join(argv)} > {WORK}/testpmd.log 2>&1"
+    )
+    try:
+        ready = " && ".join(f"[ -S {path} ]" for path in sockets)
+        done = machine.run(
+            f"until {ready}; do [ -d /proc/$(cat {WORK}/testpmd.pid) ] || exit 9; "
+            "busybox usleep 20000; done",
+            timeout=TESTPMD_READY_S,
+            check=False,
+        )
+        if done.returncode != 0:
+            log = machine.run(["tail", "-n", "20", f"{WORK}/testpmd.log"], check=False)
+            raise InfrastructureError(
+                "testpmd did not come up on the KVM host",
+                remedy="see its last lines; it needs 512 MiB of free memory and SSE4.2",
+                command=argv,
+                host=machine.name,
+                stdout=log.stdout,
+            )
+        yield
+    finally:
+        with contextlib.suppress(InfrastructureError):
+            machine.run(f"kill -KILL $(cat {WORK}/testpmd.pid)", check=False)
+        process.close()
+
+
+def _end_qemu(host: HostMachine, pid: int) -> None:
+    """End the guest's QEMU and wait until it is gone: its CID, TAP and memory come free."""
+    with contextlib.suppress(InfrastructureError):
+        host.machine.run(
+            f"kill -KILL {pid}; while [ -d /proc/{pid} ]; do busybox usleep 10000; done",
+            timeout=60,
+            check=False,
+        )
+
+
+@contextlib.contextmanager
+def boot_guest(
+    host: HostMachine,
+    spec: GuestSpec,
+    *,
+    on_step: Callable[[str], None] = lambda _: None,
+) -> Iterator[Guest]:
+    """Boot a guest on the host (see `prepare_host`), pinned; it ends with the block.
+
+    Args:
+        host: A KVM host.
+        spec: The guest.
+        on_step: Told what is being done.
+
+    Raises:
+        TransientError: it never came up; its console's last lines are in the error.
+        InfrastructureError: QEMU or testpmd refused, or pinning failed.
+    """
+    machine = host.machine
+    cpus = int(machine.run(["nproc", "--all"]).stdout)
+    layout = Layout.plan(cpus, spec.vcpus)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_testpmd(host, spec, layout))
+        on_step("booting the guest")
+        pid, argv, cid, port = _launch(host, spec)
+        stack.callback(_end_qemu, host, pid)
+        deadline = time.monotonic() + settings().boot_timeout
+        tunnel = stack.enter_context(machine.tunnel("127.0.0.1", port, timeout=60))
+        monitor = stack.enter_context(Monitor(tunnel, name="guest"))
+        _await_guest(host, pid)
+        threads, workers = _find_threads(host, pid, layout, monitor.vcpu_threads())
+        pin(machine, threads)
+        image = host.image
+        address = Address("guest", _GUEST_ADDRESS, 22, "root", image.client_key, image.host_key)
+        guest_machine = stack.enter_context(
+            Machine(address, timeout=max(30.0, deadline - time.monotonic()), via=machine)
+        )
+        yield Guest(
+            machine=guest_machine,
+            spec=spec,
+            cid=cid,
+            layout=layout,
+            qemu_pid=pid,
+            qemu_argv=argv,
+            threads=threads,
+            vhost_threads=workers,
+            monitor=monitor,
+            nics={nic: nic_mac(index) for index, nic in enumerate(spec.nics)},
+            testpmd_ports={nic: index for index, nic in enumerate(spec.nics)},
+        )

@@ -1,0 +1,107 @@
+"""QEMU's machine protocol for synchronous callers, also inside a notebook's running event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Coroutine, Mapping
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from qemu.qmp import QMPClient
+from qemu.qmp.error import QMPError
+
+from vringlab.errors import InfrastructureError, TransientError
+
+T = TypeVar("T")
+
+
+class Monitor:
+    """A QMP connection over a connected socket; a context manager.
+
+    Args:
+        connection: The socket; the monitor owns it from here on.
+        name: What error messages call the QEMU behind it.
+        timeout: Seconds allowed to every exchange.
+
+    Raises:
+        TransientError: QEMU did not greet within the time.
+    """
+
+    def __init__(self, connection: socket.socket, *, name: str, timeout: float = 60.0) -> None:
+        self._name = name
+        self._timeout = timeout
+        # A loop of our own in a thread: in a Jupyter kernel one already runs in this thread.
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        try:
+            self._client = self._call(self._connect(connection))
+        except BaseException:
+            connection.close()
+            self._stop()
+            raise
+
+    async def _connect(self, connection: socket.socket) -> QMPClient:
+        client = QMPClient(self._name)
+        await client.connect(connection)
+        return client
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(self._timeout)
+        except TimeoutError:
+            future.cancel()
+            raise TransientError(
+                f"QEMU's monitor did not answer within {self._timeout:g} s",
+                remedy="the machine may be overloaded or stopped",
+                host=self._name,
+            ) from None
+        except (QMPError, OSError, EOFError) as error:
+            raise InfrastructureError(
+                f"QEMU's monitor: {error}",
+                remedy="QEMU may have ended; see its console and log",
+                host=self._name,
+            ) from error
+
+    def execute(self, command: str, arguments: Mapping[str, object] | None = None) -> Any:
+        """Run a QMP command and return its `return` value.
+
+        Raises:
+            InfrastructureError: QEMU refused it or is gone.
+            TransientError: no answer in time.
+        """
+        return self._call(self._client.execute(command, arguments))
+
+    def vcpu_threads(self) -> list[int]:
+        """Thread ids of the virtual processors, by their index."""
+        found = self.execute("query-cpus-fast")
+        return [cpu["thread-id"] for cpu in sorted(found, key=lambda cpu: cpu["cpu-index"])]
+
+    def close(self) -> None:
+        """Disconnect; QEMU goes on."""
+        with contextlib.suppress(InfrastructureError):
+            self._call(self._client.disconnect())
+        self._stop()
+
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=5)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def __enter__(self) -> Self:
+        """Return the monitor."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Disconnect."""
+        self.close()

@@ -1,0 +1,447 @@
+"""A machine reached over SSH: commands, files and tunnels on one connection.
+
+paramiko's known traps are handled here and nowhere else: both output streams are drained
+together (its window deadlocks otherwise past 2 MiB), and every wait has a deadline
+(`recv_exit_status` has none).
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import select
+import shlex
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import paramiko
+
+from vringlab.errors import InfrastructureError, TransientError, UserError
+from vringlab.transport.local import Completed
+
+_CHUNK = 65536
+#: A command that is over its time is ended on the far side first; then we stop waiting.
+_GRACE_S = 10.0
+_RETRY_S = 0.1
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a machine's sshd answers, and who it must prove to be.
+
+    Attributes:
+        name: What error messages call it (`embedded`, `guest`, `root@kvm1`).
+        host: Host name or address, as seen from the machine that opens the connection.
+        port: TCP port.
+        user: Login name.
+        key: Private key file.
+        host_key: The only accepted host key, `ssh-ed25519 AAAA...`.
+    """
+
+    name: str
+    host: str
+    port: int
+    user: str
+    key: Path
+    host_key: str
+
+
+def _command_text(command: Sequence[str] | str) -> str:
+    return command if isinstance(command, str) else shlex.join(command)
+
+
+class Process:
+    """A command that runs on the far side while we go on.
+
+    Made by `Machine.start`. Its output is collected as it comes, so it never blocks on a full
+    window.
+    """
+
+    def __init__(self, machine: Machine, channel: paramiko.Channel, command: str) -> None:
+        self._machine = machine
+        self._channel = channel
+        self._command = command
+        self._out = bytearray()
+        self._err = bytearray()
+        self._begin = time.monotonic()
+
+    @property
+    def stdout(self) -> str:
+        """What it has printed so far."""
+        return self._out.decode(errors="replace")
+
+    @property
+    def stderr(self) -> str:
+        """What it has printed on standard error so far."""
+        return self._err.decode(errors="replace")
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended yet (as far as we have heard)."""
+        self._drain(0.0)
+        return not self._channel.exit_status_ready()
+
+    def _drain(self, wait_s: float) -> None:
+        """Take what has come; wait up to `wait_s` for something to come."""
+        channel = self._channel
+        select.select([channel], [], [], max(0.0, wait_s))
+        while channel.recv_ready():
+            self._out += channel.recv(_CHUNK)
+        while channel.recv_stderr_ready():
+            self._err += channel.recv_stderr(_CHUNK)
+
+    def _error(self, message: str, remedy: str) -> TransientError:
+        return TransientError(
+            message,
+            remedy=remedy,
+            command=self._command,
+            host=self._machine.name,
+            stdout=self.stdout,
+            stderr=self.stderr,
+        )
+
+    def wait_for(self, text: str, timeout: float) -> None:
+        """Wait until standard output or error holds `text`.
+
+        Raises:
+            InfrastructureError: it ended without, or the deadline passed.
+        """
+        deadline = time.monotonic() + timeout
+        while text not in self.stdout and text not in self.stderr:
+            left = deadline - time.monotonic()
+            ended = self._channel.exit_status_ready()
+            self._drain(min(left, 0.5) if not ended else 0.0)
+            if text in self.stdout or text in self.stderr:
+                return
+            if ended:
+                raise InfrastructureError(
+                    f"the command ended before it printed {text!r}",
+                    command=self._command,
+                    host=self._machine.name,
+                    stdout=self.stdout,
+                    stderr=self.stderr,
+                    returncode=self._channel.recv_exit_status(),
+                )
+            if left <= 0:
+                raise self._error(
+                    f"the command did not print {text!r} within {timeout:g} s",
+                    "the machine may be overloaded; look at its console",
+                )
+
+    def wait(self, timeout: float) -> Completed:
+        """Wait for its end.
+
+        Raises:
+            TransientError: the deadline passed or the connection was lost.
+        """
+        deadline = time.monotonic() + timeout
+        channel = self._channel
+        while not (channel.exit_status_ready() and channel.eof_received):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise self._error(
+                    f"the command did not end within {timeout:g} s",
+                    "a slower machine may need a longer time; look at its load",
+                )
+            if channel.closed and not channel.exit_status_ready():
+                raise self._error(
+                    "the connection was lost while the command ran",
+                    "see whether the machine is still up; `vringlab resume` continues a run",
+                )
+            self._drain(min(left, 0.5))
+        self._drain(0.0)
+        status = channel.recv_exit_status()
+        channel.close()
+        if status == -1:
+            raise self._error(
+                "the connection was lost while the command ran",
+                "see whether the machine is still up; `vringlab resume` continues a run",
+            )
+        return Completed(self.stdout, self.stderr, status, time.monotonic() - self._begin)
+
+    def close(self) -> None:
+        """Give up on it: our end is closed, which ends a program that reads or writes."""
+        self._channel.close()
+
+
+class Machine:
+    """An open SSH connection; a context manager.
+
+    Args:
+        address: Where to connect and which host key to accept.
+        timeout: Seconds until it must have answered. A machine that boots refuses, accepts and
+            closes, or stays silent for a while: all of these are waited out.
+        via: The machine to tunnel through, or None.
+
+    Raises:
+        TransientError: it never answered.
+        InfrastructureError: another host key, or our key was refused.
+    """
+
+    def __init__(self, address: Address, *, timeout: float, via: Machine | None = None) -> None:
+        self.address = address
+        self.name = address.name
+        self._transport = self._connect(timeout, via)
+
+    def __enter__(self) -> Self:
+        """Return the open connection."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection; commands that still run are not waited for."""
+        self._transport.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the connection still stands."""
+        return bool(self._transport.is_active())
+
+    def _connect(self, timeout: float, via: Machine | None) -> paramiko.Transport:
+        deadline = time.monotonic() + timeout
+        kind, _, encoded = self.address.host_key.partition(" ")
+        expected = paramiko.PKey.from_type_string(kind, base64.b64decode(encoded))
+        try:
+            key = paramiko.Ed25519Key.from_private_key_file(str(self.address.key))
+        except (OSError, paramiko.SSHException) as error:
+            raise UserError(
+                f"the SSH key {self.address.key} cannot be read: {error}",
+                remedy="check the path and its permissions",
+                host=self.name,
+            ) from error
+        last = "no attempt was made"
+        while (left := deadline - time.monotonic()) > 0:
+            transport: paramiko.Transport | None = None
+            try:
+                # One attempt may not use up the whole deadline: a machine that is booting can
+                # swallow the first packets and would answer a second attempt at once.
+                attempt = min(left, 30.0)
+                transport = paramiko.Transport(self._socket(attempt, via))
+                transport.banner_timeout = attempt
+                transport.auth_timeout = attempt
+                transport.start_client(timeout=attempt)
+                seen = transport.get_remote_server_key()
+                if seen != expected:
+                    transport.close()
+                    raise InfrastructureError(
+                        f"{self.name} shows another host key than expected: "
+                        f"{seen.get_name()} {seen.get_base64()}",
+                        remedy="another machine answers on this address, or the image was "
+                        "rebuilt while the machine ran; nothing was sent to it",
+                        host=self.name,
+                    )
+                transport.auth_publickey(self.address.user, key)
+            except paramiko.AuthenticationException as error:
+                if transport is not None:
+                    transport.close()
+                raise InfrastructureError(
+                    f"{self.name} refused the key {self.address.key} for {self.address.user}",
+                    remedy="add the key to the account's authorized_keys",
+                    host=self.name,
+                ) from error
+            except (OSError, EOFError, paramiko.SSHException) as error:
+                last = f"{type(error).__name__}: {error}"
+                if transport is not None:
+                    transport.close()
+                time.sleep(min(_RETRY_S, max(0.0, deadline - time.monotonic())))
+                continue
+            # A dead peer is noticed although nothing is sent for minutes.
+            transport.set_keepalive(15)
+            return transport
+        raise TransientError(
+            f"{self.name} did not answer on SSH within {timeout:g} s; last: {last}",
+            remedy="see whether it is up, and raise VRINGLAB_BOOT_TIMEOUT on a slow machine",
+            host=self.name,
+        )
+
+    def _socket(self, timeout: float, via: Machine | None) -> socket.socket | paramiko.Channel:
+        if via is not None:
+            return via.open_tcp(self.address.host, self.address.port, timeout)
+        return socket.create_connection((self.address.host, self.address.port), timeout)
+
+    def _lost(self, error: Exception) -> TransientError:
+        return TransientError(
+            f"the connection to {self.name} was lost: {str(error) or type(error).__name__}",
+            remedy="see whether the machine is still up; `vringlab resume` continues a run",
+            host=self.name,
+        )
+
+    def open_tcp(self, host: str, port: int, timeout: float) -> paramiko.Channel:
+        """A TCP connection made by this machine (`direct-tcpip`).
+
+        Raises:
+            OSError, paramiko.SSHException: the far side refused; the caller knows the remedy.
+        """
+        return self._transport.open_channel(
+            "direct-tcpip", (host, port), ("127.0.0.1", 0), timeout=timeout
+        )
+
+    @contextlib.contextmanager
+    def tunnel(self, host: str, port: int, *, timeout: float) -> Iterator[socket.socket]:
+        """A local socket joined to `host:port` as this machine sees it.
+
+        For libraries that want a real socket rather than a paramiko channel.
+
+        Raises:
+            TransientError: nothing listened there before the deadline.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                channel = self.open_tcp(host, port, timeout)
+                break
+            except (OSError, EOFError, paramiko.SSHException) as error:
+                if time.monotonic() > deadline or not self.alive:
+                    raise self._lost(error) from error
+                time.sleep(_RETRY_S)
+        ours, theirs = socket.socketpair()
+        pumps = [
+            threading.Thread(target=_pump, args=pair, daemon=True)
+            for pair in ((channel, theirs), (theirs, channel))
+        ]
+        for pump in pumps:
+            pump.start()
+        try:
+            yield ours
+        finally:
+            with contextlib.suppress(OSError):
+                ours.close()
+            with contextlib.suppress(OSError):
+                theirs.shutdown(socket.SHUT_RDWR)
+            channel.close()
+            for pump in pumps:
+                pump.join(timeout=5)
+            theirs.close()
+
+    def start(self, command: Sequence[str] | str, *, input: bytes = b"") -> Process:
+        """Begin a command and return at once.
+
+        Args:
+            command: Argument vector, or shell text.
+            input: Its standard input, which is then closed.
+
+        Raises:
+            TransientError: the connection is lost.
+        """
+        text = _command_text(command)
+        try:
+            channel = self._transport.open_session(timeout=60)
+            channel.exec_command(text)
+            process = Process(self, channel, text)
+            view = memoryview(input)
+            while view:
+                # Output is drained between writes: the command may answer while it reads.
+                process._drain(0.0)
+                channel.settimeout(120)
+                view = view[channel.send(bytes(view[:_CHUNK])) :]
+            channel.shutdown_write()
+        except (OSError, EOFError, paramiko.SSHException) as error:
+            raise self._lost(error) from error
+        return process
+
+    def run(
+        self,
+        command: Sequence[str] | str,
+        *,
+        timeout: float = 60.0,
+        input: bytes = b"",
+        check: bool = True,
+        remedy: str = "",
+    ) -> Completed:
+        """Run a command to its end.
+
+        At the deadline it is killed on the far side, then the wait ends.
+
+        Args:
+            command: Argument vector, or shell text.
+            timeout: Seconds allowed.
+            input: Its standard input.
+            check: Raise when the exit status is not 0.
+            remedy: What to say when it fails.
+
+        Raises:
+            InfrastructureError: it failed (with `check`).
+            TransientError: the connection was lost, or the deadline passed.
+        """
+        text = _command_text(command)
+        # Without a terminal, sshd leaves a command running when its channel closes.
+        bounded = f"exec timeout -s KILL {timeout:g} sh -c {shlex.quote(text)}"
+        done = self.start(bounded, input=input).wait(timeout + _GRACE_S)
+        if done.returncode == 137 and done.seconds >= timeout:
+            raise TransientError(
+                f"the command did not end within {timeout:g} s",
+                remedy=remedy or "a slower machine may need a longer time; look at its load",
+                command=text,
+                host=self.name,
+                stdout=done.stdout,
+                stderr=done.stderr,
+            )
+        if check and done.returncode != 0:
+            raise InfrastructureError(
+                "the command failed",
+                remedy=remedy,
+                command=text,
+                host=self.name,
+                stdout=done.stdout,
+                stderr=done.stderr,
+                returncode=done.returncode,
+            )
+        return done
+
+    def put(self, content: bytes | Path, path: str, *, mode: int = 0o644) -> None:
+        """Write a file there, under a temporary name that is renamed when all has arrived.
+
+        Raises:
+            InfrastructureError: no such folder, no space.
+            TransientError: the connection was lost.
+        """
+        data = content.read_bytes() if isinstance(content, Path) else content
+        target = shlex.quote(path)
+        self.run(
+            f"cat > {target}.part && [ $(wc -c < {target}.part) = {len(data)} ] && "
+            f"chmod {mode:o} {target}.part && mv -f {target}.part {target}",
+            input=data,
+            timeout=120 + len(data) / 500_000,
+            remedy=f"see whether {path} can be written and its file system has room",
+        )
+
+    def get(self, path: str, *, timeout: float = 120.0) -> bytes:
+        """The content of a file there.
+
+        Raises:
+            InfrastructureError: it cannot be read.
+            TransientError: the connection was lost.
+        """
+        process = self.start(["cat", "--", path])
+        done = process.wait(timeout)
+        if done.returncode != 0:
+            raise InfrastructureError(
+                f"{path} cannot be read",
+                host=self.name,
+                stderr=done.stderr,
+                returncode=done.returncode,
+            )
+        return bytes(process._out)
+
+
+def _pump(source: socket.socket | paramiko.Channel, sink: socket.socket | paramiko.Channel) -> None:
+    with contextlib.suppress(OSError, EOFError):
+        while data := source.recv(_CHUNK):
+            sink.sendall(data)
+    for end in (source, sink):
+        with contextlib.suppress(OSError, EOFError):
+            end.close() if isinstance(end, paramiko.Channel) else end.shutdown(socket.SHUT_RDWR)
