@@ -456,6 +456,21 @@ def test_what_a_killed_builder_left_is_removed(tmp_path: Path, tools: Path) -> N
     assert leftovers(tmp_path) == []
 
 
+def test_kill_9_ends_what_mmdebstrap_started(tmp_path: Path, tools: Path) -> None:
+    fake(tools / "mmdebstrap", f"sleep 63.5 & touch {tmp_path / 'started'}; sleep 62.5")
+    script = (
+        "import sys; from pathlib import Path; from vringlab.kernels import base, buildroot; "
+        f"buildroot.ensure_buildroot(base.BaseKernel('debian:6.12', '{RELEASE}', '6.12.118-1', "
+        "'trixie'), on_step=print, cache=Path(sys.argv[1]))"
+    )
+    victim = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)])
+    wait_for((tmp_path / "started").exists)
+    assert running("sleep\0" + "62.5")
+    victim.send_signal(signal.SIGKILL)
+    victim.wait()
+    wait_for(lambda: not running("sleep\0" + "62.5") and not running("sleep\0" + "63.5"))
+
+
 # Unpacks the least that a build root must have; the machine's own root serves for the rest.
 UNPACK = """\
 for last; do :; done
@@ -465,11 +480,20 @@ echo archive > "$last/usr/src/linux-source-6.12.tar.xz"
 echo once >> {count}
 """
 
+# Runs mmdebstrap, but answers itself for what is to be run in the root.
+BWRAP = """\
+case "$*" in
+*mmdebstrap*) while [ "$1" != -- ]; do shift; done; shift; exec "$@" ;;
+esac
+echo 'toy-gcc (Toy 14) 14.2.0'
+echo more
+"""
+
 
 def test_a_build_root_is_made_once_and_found_again(tmp_path: Path, tools: Path) -> None:
     count = tmp_path / "count"
     fake(tools / "mmdebstrap", UNPACK.format(release=RELEASE, count=count))
-    fake(tools / "bwrap", "echo 'toy-gcc (Toy 14) 14.2.0'; echo more")
+    fake(tools / "bwrap", BWRAP)
     made = buildroot.ensure_buildroot(KERNEL, on_step=silent, cache=tmp_path)
     assert made.compiler == "toy-gcc (Toy 14) 14.2.0"
     assert made.archive.read_text() == "archive\n"
@@ -484,12 +508,14 @@ def test_a_build_root_is_made_once_and_found_again(tmp_path: Path, tools: Path) 
 
 
 def test_forbidden_namespaces_are_explained(tmp_path: Path, tools: Path) -> None:
-    fake(tools / "mmdebstrap", UNPACK.format(release=RELEASE, count=tmp_path / "count"))
+    fake(tools / "mmdebstrap", f"echo once >> {tmp_path / 'count'}")
     fake(tools / "bwrap", "echo 'bwrap: setting up uid map: Permission denied' >&2; exit 1")
     with pytest.raises(InfrastructureError, match="cannot make a sandbox") as caught:
         buildroot.ensure_buildroot(KERNEL, on_step=silent, cache=tmp_path)
     assert "unprivileged_userns" in caught.value.remedy
     assert leftovers(tmp_path) == []
+    # Said before anything is fetched.
+    assert not (tmp_path / "count").exists()
 
 
 def test_a_missing_bubblewrap_says_how_to_get_it(

@@ -97,6 +97,29 @@ _FAULTS: tuple[tuple[str, str, str], ...] = (
 )
 
 
+def _bubblewrapped(
+    argv: list[str], *, timeout: float, env: dict[str, str] | None = None
+) -> local.Completed:
+    """Run a bubblewrap command; tell its own failure from that of what it runs."""
+    done = local.run(
+        argv,
+        timeout=timeout,
+        check=False,
+        env=env,
+        remedy_missing=_SETUP.format(package="bubblewrap"),
+    )
+    if done.returncode != 0 and done.stderr.startswith("bwrap: "):
+        raise InfrastructureError(
+            "bubblewrap cannot make a sandbox here",
+            remedy=_NAMESPACES,
+            command=argv,
+            host="local",
+            stderr=done.stderr,
+            returncode=done.returncode,
+        )
+    return done
+
+
 @dataclass(frozen=True)
 class BuildRoot:
     """A build root, ready for use.
@@ -142,21 +165,7 @@ class BuildRoot:
                 failed (with `check`) or did not end in time.
         """
         command = [*self.sandbox(work), *argv]
-        done = local.run(
-            command,
-            timeout=timeout,
-            check=False,
-            remedy_missing=_SETUP.format(package="bubblewrap"),
-        )
-        if done.returncode != 0 and done.stderr.startswith("bwrap: "):
-            raise InfrastructureError(
-                "bubblewrap cannot make a sandbox here",
-                remedy=_NAMESPACES,
-                command=command,
-                host="local",
-                stderr=done.stderr,
-                returncode=done.returncode,
-            )
+        done = _bubblewrapped(command, timeout=timeout)
         if check and done.returncode != 0:
             raise InfrastructureError(
                 f"{argv[0]} failed in the build root",
@@ -199,8 +208,9 @@ def _bootstrap_argv(kernel: BaseKernel, root: Path) -> list[str]:
         for module in MODULES.values()
     ]
     return [
-        # Ends apt too when this process is killed: mmdebstrap cleans up at SIGTERM.
-        *("setpriv", "--pdeathsig", "TERM", "--"),
+        # The same machine, only that all that it starts ends when this process is killed.
+        *("bwrap", "--die-with-parent", "--unshare-pid", "--dev-bind", "/", "/"),
+        *("--proc", "/proc", "--"),
         *("mmdebstrap", "--variant=extract", "--format=directory", "--architectures=amd64"),
         # Chrootless is what lets an ordinary user do it. The check that is skipped warns root
         # of packages' scripts that would change the machine; `extract` runs no script at all.
@@ -222,7 +232,7 @@ def _explain(text: str) -> tuple[str, str]:
 def _bootstrap(kernel: BaseKernel, root: Path) -> None:
     local.find_tool("mmdebstrap", _SETUP.format(package="mmdebstrap"))
     argv = _bootstrap_argv(kernel, root)
-    done = local.run(argv, timeout=_FETCH_SECONDS, check=False, env={"TMPDIR": str(root.parent)})
+    done = _bubblewrapped(argv, timeout=_FETCH_SECONDS, env={"TMPDIR": str(root.parent)})
     if done.returncode != 0:
         why, remedy = _explain(done.stderr)
         raise InfrastructureError(
