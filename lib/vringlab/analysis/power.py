@@ -18,6 +18,7 @@ from scipy import stats as sps
 
 from vringlab.analysis.pairing import pair
 from vringlab.analysis.stats import Effect, from_pairs
+from vringlab.analysis.units import percent_text
 from vringlab.campaign.experiment import TWIN_SUFFIX
 from vringlab.errors import UserError
 
@@ -97,7 +98,7 @@ class NoiseFloor:
 
     def __str__(self) -> str:
         """The floor in one line."""
-        text = f"two equal arms {self.effect.change:+.1%} apart"
+        text = f"two equal arms {percent_text(self.effect.change)} apart"
         return text + (" beyond chance" if self.differ else "")
 
 
@@ -150,7 +151,8 @@ class RequiredN:
         power: Power of that design.
         ratio: Ratio to be found.
         sd_block: Spread from block to block that was reckoned with (log scale).
-        sd_boot: Spread of the effect from boot to boot that was reckoned with.
+        sd_boot: Spread of the effect from boot to boot that was reckoned with; NaN when it is
+            not known and was left out.
         assumed: Whether the spread is an assumption and not this run's.
     """
 
@@ -164,14 +166,16 @@ class RequiredN:
     assumed: bool
 
     def __str__(self) -> str:
-        """`24 blocks (8 boots of 3) for a change of +5.0 %`."""
-        spread = f"{self.sd_block:.1%} per block"
+        """`24 blocks (8 boots of 3) for a change of +5.0 % at ...`."""
+        spread = f"{100 * self.sd_block:.1f} % per block"
         spread = f"an assumed spread of {spread}" if self.assumed else f"a spread of {spread}"
-        if self.sd_boot:
-            spread += f" and {self.sd_boot:.1%} per boot"
+        if not np.isfinite(self.sd_boot):
+            spread += " (that between boots is not known)"
+        elif self.sd_boot:
+            spread += f" and {100 * self.sd_boot:.1f} % per boot"
         return (
             f"{self.blocks} blocks ({self.boots} boots of {self.blocks_per_boot}) for a change of "
-            f"{self.ratio - 1:+.1%} at {self.power:.0%} power and {spread}"
+            f"{percent_text(self.ratio - 1)} at {100 * self.power:.0f} % power and {spread}"
         )
 
 
@@ -212,21 +216,22 @@ def required_blocks(
             f"no number of blocks finds a ratio of {ratio:g}",
             remedy="give the ratio after/before of the effect to be found, such as 1.05",
         )
-    if not (np.isfinite(sd_block) and np.isfinite(sd_boot)) or min(sd_block, sd_boot) < 0:
+    between = sd_boot if np.isfinite(sd_boot) else 0.0
+    if not np.isfinite(sd_block) or min(sd_block, between) < 0:
         raise UserError("the spread is not known", remedy="measure two or more blocks first")
     if blocks_per_boot < 1:
         raise UserError("a boot holds at least one block", remedy="give blocks_per_boot >= 1")
     target = abs(float(np.log(ratio)))
 
     def enough(boots: int) -> bool:
-        return design_power(target, boots, blocks_per_boot, sd_block, sd_boot, level) >= wanted
+        return design_power(target, boots, blocks_per_boot, sd_block, between, level) >= wanted
 
     high = 2
     while not enough(high):
         high *= 2
         if high > _MAX_BOOTS:
             raise UserError(
-                f"a change of {ratio - 1:+.2%} needs over {_MAX_BOOTS} boots at this noise",
+                f"a change of {100 * (ratio - 1):+.2f} % needs over {_MAX_BOOTS} boots here",
                 remedy="lower the noise (pinning, longer windows) or look for a larger effect",
             )
     low = max(2, high // 2)
@@ -237,7 +242,7 @@ def required_blocks(
         blocks=high * blocks_per_boot,
         boots=high,
         blocks_per_boot=blocks_per_boot,
-        power=design_power(target, high, blocks_per_boot, sd_block, sd_boot, level),
+        power=design_power(target, high, blocks_per_boot, sd_block, between, level),
         ratio=ratio,
         sd_block=sd_block,
         sd_boot=sd_boot,
@@ -272,7 +277,7 @@ def required_n(
     return required_blocks(
         effect.ratio if ratio is None else ratio,
         sd_block,
-        sd_boot if np.isfinite(sd_boot) else 0.0,
+        0.0 if assumed else sd_boot,
         per_boot,
         effect.level,
         wanted,

@@ -246,10 +246,10 @@ def _complete(samples: pd.DataFrame, plan: SequentialPlan) -> pd.DataFrame:
     if plan.unit == "block" or samples.empty:
         return samples
     last = samples.sort_values("started", kind="stable").iloc[-1]
-    boot = (samples["host"] == last["host"]) & (samples["boot"] == last["boot"])
-    if samples.loc[boot, "block"].nunique() >= plan.blocks_per_boot:
-        return samples
-    return samples[~boot]
+    boot = ((samples["host"] == last["host"]) & (samples["boot"] == last["boot"])).to_numpy()
+    if samples["block"][boot].nunique() < plan.blocks_per_boot:
+        samples = samples[~boot]
+    return samples
 
 
 def decide(
