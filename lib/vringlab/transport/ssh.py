@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import logging
 import select
 import shlex
 import socket
@@ -24,6 +25,9 @@ import paramiko
 
 from vringlab.errors import InfrastructureError, TransientError, UserError
 from vringlab.transport.local import Completed
+
+#: Whatever fails here is raised as an error of ours; paramiko would print tracebacks besides.
+logging.getLogger("paramiko").setLevel(logging.CRITICAL + 1)
 
 _CHUNK = 65536
 #: A command that is over its time is ended on the far side first; then we stop waiting.

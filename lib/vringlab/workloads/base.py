@@ -30,7 +30,7 @@ class Params(BaseModel):
 
 @dataclass(frozen=True)
 class Metric:
-    """One figure of a sample; `unit` is a name that pint knows (`ns`, `1/s`, `bit/s`, `percent`)."""
+    """One figure of a sample; `unit` is a name of the metric registry (`ns`, `1/s`, `percent`)."""
 
     name: str
     value: float

@@ -1,0 +1,234 @@
+"""Packets per second through a virtio-net transmit queue: pktgen in the guest, testpmd outside.
+
+Seed 003's measurement: the kernel's pktgen sample 03 with a burst of 256, over vhost-user.
+
+pktgen runs without a packet count and is stopped by time: with a count it waits until every
+packet is freed, which can take for ever when TX NAPI is off.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Literal
+
+from pydantic import Field
+
+from vringlab.errors import InfrastructureError
+from vringlab.lab.guest import WORK, VhostUserNic
+from vringlab.lab.lab import Lab
+from vringlab.lab.testpmd import STATS_PERIOD_S
+from vringlab.workloads import interrupts, pktgen_output, testpmd_output
+from vringlab.workloads.base import Outcome, Params
+
+#: pktgen's thread, and with it the queue's work, is on this vCPU; its controller on the other.
+_PKTGEN_CPU = 0
+_OTHER_CPU = 1
+_MARGIN_S = 60.0
+#: VIRTIO_F_RING_PACKED (virtio 1.2, section 6).
+_PACKED_BIT = 34
+#: Each report of testpmd takes well under this for one port.
+_REPORT_BYTES = 1500
+#: testpmd drops all of them: no such machine exists.
+_SINK_MAC = "52:54:00:76:6e:01"
+
+
+class PktgenParams(Params):
+    """One point of the matrix.
+
+    Attributes:
+        ring: Split or packed virtqueue.
+        irq: The transmit interrupt's vCPU: pktgen's own (`same`) or another (`other`).
+        ring_size: Entries of the transmit ring. One of 256 cuts a burst of 256 short: the driver
+            stops while fewer than 2 + MAX_SKB_FRAGS entries are free.
+        burst: Packets handed over with one notification.
+    """
+
+    ring: Literal["split", "packed"] = Field(default="split", description="split or packed")
+    irq: Literal["same", "other"] = Field(default="same", description="same or other")
+    ring_size: Literal[256, 512, 1024] = Field(default=256, description="256, 512 or 1024")
+    burst: int = Field(default=256, ge=1, le=1024, description="packets a notification")
+
+    @property
+    def nic(self) -> VhostUserNic:
+        """The device that this point runs on."""
+        return VhostUserNic(packed=self.ring == "packed", ring_size=self.ring_size)
+
+
+def device_settings(params: PktgenParams) -> list[str]:
+    """What is written to the device's pktgen file, in order."""
+    return [
+        *("flag QUEUE_MAP_CPU", "count 0", "clone_skb 0", "pkt_size 60", "delay 0"),
+        *("flag NO_TIMESTAMP", f"dst_mac {_SINK_MAC}"),
+        *("dst_min 198.18.0.42", "dst_max 198.18.0.42", f"burst {params.burst}"),
+    ]
+
+
+def _configure_script(device: str, writes: list[str]) -> str:
+    """Write the settings one by one; print each file's answer after a line `@ WRITE`."""
+    thread = f"/proc/net/pktgen/kpktgend_{_PKTGEN_CPU}"
+    target = f"/proc/net/pktgen/{device}@{_PKTGEN_CPU}"
+    lines = [
+        "set -e",
+        "echo reset > /proc/net/pktgen/pgctrl",
+        f"echo rem_device_all > {thread}",
+        f"echo add_device {device}@{_PKTGEN_CPU} > {thread}",
+        f"echo '@ add_device {device}'; cat {thread}",
+    ]
+    for write in writes:
+        lines.append(f"echo {shlex.quote(write)} > {target}; echo {shlex.quote('@ ' + write)}; ")
+        lines.append(f"cat {target}")
+    return "\n".join(lines)
+
+
+def _timed_script(device: str, irq: str, cpu: int, seconds: float) -> str:
+    """Place the interrupt, count, run for `seconds`, count again; sections begin with `@@ NAME`.
+
+    `stop` makes the blocking `start` return; the counters are read while the stream stands.
+    """
+    target = f"/proc/net/pktgen/{device}@{_PKTGEN_CPU}"
+    count = f"cat /proc/interrupts; echo '@@ %s-kicks'; ethtool -S {device}"
+    return "\n".join(
+        [
+            f"taskset -p -c {_OTHER_CPU} $$ >/dev/null",
+            f"echo {cpu} > /proc/irq/{irq}/smp_affinity_list || exit 7",
+            "echo '@@ before'",
+            count % "before",
+            "echo start > /proc/net/pktgen/pgctrl &",
+            f"sleep {seconds:g}",
+            "echo stop > /proc/net/pktgen/pgctrl",
+            "wait",
+            "echo '@@ after'",
+            count % "after",
+            "echo '@@ result'",
+            f"cat {target}",
+        ]
+    )
+
+
+def sections(text: str) -> dict[str, str]:
+    """The parts of a script's output by name."""
+    found: dict[str, str] = {}
+    for part in ("\n" + text).split("\n@@ ")[1:]:
+        name, _, body = part.partition("\n")
+        found[name] = body + "\n"
+    return found
+
+
+class PktgenTestpmd:
+    """See the module."""
+
+    name = "pktgen-testpmd"
+    summary = "pktgen (burst 256) in the guest into testpmd rxonly: packets per second, interrupts"
+    params: type[Params] = PktgenParams
+    checks: Mapping[str, str] = {
+        "throughput": "pktgen sent nothing or reports errors",
+        "path": "packets were sent and testpmd received none, or far fewer",
+        "placement": "the transmit interrupt was not on the vCPU asked for",
+        "ring": "the device negotiated another kind of ring than asked for",
+        "runtime": "the run was cut short",
+        "pinning": "a pinned thread moved during the run",
+    }
+
+    def guest_options(self, points: list[Params]) -> dict[str, object]:
+        """One vhost-user device for each kind and size of ring among the points."""
+        nics = {point.nic for point in points if isinstance(point, PktgenParams)}
+        return {"nics": sorted(nics, key=lambda nic: (nic.packed, nic.ring_size))}
+
+    def run(self, lab: Lab, params: Params, duration_s: float) -> Outcome:
+        """Send for `duration_s` through the point's device.
+
+        Raises:
+            InfrastructureError: the device or its interrupt is missing, or a tool failed.
+        """
+        assert isinstance(params, PktgenParams)
+        guest, host = lab.guest.machine, lab.host.machine
+        device, virtio, features = _find_device(lab, params.nic)
+        reading = interrupts.parse(guest.get("/proc/interrupts").decode())
+        queue = interrupts.tx_queues(reading, virtio)[0]
+        irq = str(reading.numbers[queue][0])
+        writes = device_settings(params)
+        configured = guest.run(_configure_script(device, writes), timeout=_MARGIN_S).stdout
+        for block in configured.split("@ ")[1:]:
+            wrote, _, answer = block.partition("\n")
+            pktgen_output.check_written(answer, wrote)
+
+        log = f"{WORK}/testpmd.log"
+        # A report of before the stream begins gives the first rate its base.
+        offset = int(host.run(["stat", "-c", "%s", log]).stdout)
+        offset = max(0, offset - 2 * _REPORT_BYTES * len(lab.guest.nics))
+        cpu = _PKTGEN_CPU if params.irq == "same" else _OTHER_CPU
+        started = datetime.now(UTC).isoformat(timespec="milliseconds")
+        timed = guest.run(
+            _timed_script(device, irq, cpu, duration_s), timeout=duration_s + _MARGIN_S
+        ).stdout
+        reports = host.run(
+            f"sleep {STATS_PERIOD_S}; busybox tail -c +{offset + 1} {log}", timeout=_MARGIN_S
+        ).stdout
+
+        found = sections(timed)
+        ports = testpmd_output.parse(reports)
+        port = lab.guest.testpmd_ports[params.nic]
+        if port not in ports:
+            raise InfrastructureError(
+                f"testpmd reports nothing of port {port}",
+                remedy="see whether testpmd still runs on the KVM host",
+                host=host.name,
+                stdout=reports,
+            )
+        kicks = sum(
+            interrupts.kicks(interrupts.parse_ethtool(found["after-kicks"])).values()
+        ) - sum(interrupts.kicks(interrupts.parse_ethtool(found["before-kicks"])).values())
+        packed = features[_PACKED_BIT : _PACKED_BIT + 1] == "1"
+        outcome = pktgen_output.pktgen_outcome(
+            pktgen_output.parse(found["result"]),
+            ports[port],
+            tx_interrupts=interrupts.delta(
+                interrupts.parse(found["before"]), interrupts.parse(found["after"]), queue
+            ),
+            kicks=kicks,
+            irq=params.irq,
+            pktgen_cpu=_PKTGEN_CPU,
+            asked_s=duration_s,
+            started=started,
+            raw={
+                "pktgen.txt": timed.encode(),
+                "pktgen-setup.txt": configured.encode(),
+                "testpmd.txt": reports.encode(),
+            },
+            context={"device": device, "irq": irq, "ring_packed": packed},
+        )
+        ring_problem = (
+            [f"the device has a {'packed' if packed else 'split'} ring, {params.ring} was asked"]
+            if packed != (params.ring == "packed")
+            else []
+        )
+        return replace(outcome, problems=(*outcome.problems, *ring_problem, *lab.pinning_drift()))
+
+
+def _find_device(lab: Lab, nic: VhostUserNic) -> tuple[str, str, str]:
+    """Interface, virtio device and feature bits of a vhost-user device, brought up.
+
+    By MAC: interface names change whenever the driver is swapped.
+    """
+    mac = lab.guest.nics[nic]
+    done = lab.guest.machine.run(
+        "for d in /sys/class/net/*; do read -r mac < $d/address; "
+        f'if [ "$mac" = {mac} ]; then name=${{d##*/}}; ip link set "$name" up; '
+        'v=$(readlink -f "$d/device"); echo "$name ${v##*/} $(cat $v/features)"; fi; done'
+    )
+    fields = done.stdout.split()
+    if len(fields) != 3:
+        raise InfrastructureError(
+            f"the guest has no network device with address {mac}",
+            remedy="the virtio_net module may have failed to come up after a swap",
+            host="guest",
+            stdout=done.stdout,
+            stderr=done.stderr,
+        )
+    return fields[0], fields[1], fields[2]
+
+
+WORKLOAD = PktgenTestpmd()
