@@ -16,7 +16,7 @@ import pandas as pd
 from scipy import optimize
 from scipy import stats as sps
 
-from vringlab.analysis.pairing import pair
+from vringlab.analysis.pairing import Floats, pair
 from vringlab.analysis.stats import Effect, from_pairs
 from vringlab.analysis.units import percent_text
 from vringlab.campaign.experiment import TWIN_SUFFIX
@@ -102,6 +102,15 @@ class NoiseFloor:
         return text + (" beyond chance" if self.differ else "")
 
 
+def floor_of(mean: Floats, half: Floats) -> Floats:
+    """Noise floor on the log scale of A/A pairs, from their mean log ratios and half widths.
+
+    The distance of the equal arms; where their interval excludes 0, its far end.
+    """
+    distance = np.abs(mean)
+    return np.where(distance > half, distance + half, distance)
+
+
 def noise_floor(
     samples: pd.DataFrame,
     metric: str,
@@ -133,11 +142,13 @@ def noise_floor(
             remedy="keep the twin in the plan; every profile has it",
         )
     found = from_pairs(pair(samples, metric, name, reference, params, workload), level, draws=0)
-    differ = found.interval.known and not found.interval.low <= 1 <= found.interval.high
-    ends = [abs(found.log_mean)]
-    if differ:
-        ends += [abs(float(np.log(found.interval.low))), abs(float(np.log(found.interval.high)))]
-    return NoiseFloor(found, float(np.exp(max(ends))), differ, smallest_detectable(found))
+    mean = np.asarray(found.log_mean)
+    half = np.inf
+    if found.interval.known:
+        half = float(np.log(found.interval.high)) - found.log_mean
+    floor = float(np.exp(floor_of(mean, np.asarray(half))))
+    differ = bool(np.abs(mean) > half)
+    return NoiseFloor(found, floor, differ, smallest_detectable(found))
 
 
 @dataclass(frozen=True)

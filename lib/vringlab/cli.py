@@ -1,0 +1,287 @@
+"""The command line: a thin layer over the library. Heavy imports happen inside the commands."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vringlab import __version__
+from vringlab.errors import UserError, VringlabError
+
+if TYPE_CHECKING:
+    from vringlab.campaign.experiment import Experiment
+    from vringlab.campaign.runner import RunResult, Session
+    from vringlab.campaign.store import Store
+
+app = typer.Typer(
+    name="vringlab",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="""Check the performance claims of virtio, vsock and vhost kernel patches.
+
+    Every experiment compares [b]arms[/b] (a driver as shipped, and with a patch) on a KVM host.
+    The default host is [b]embedded[/b]: a virtual machine of vringlab's own, so nothing is needed
+    of this machine, not even a usable /dev/kvm.
+
+    Begin with:  [b]vringlab list[/b]   then   [b]vringlab run virtio-net-napi-tx[/b]
+    """,
+    epilog="Exit status: 0 done, 2 user error, 3 infrastructure, 4 transient, 130 interrupted.",
+)
+
+
+class ProfileName(StrEnum):
+    """How much is measured."""
+
+    smoke = "smoke"
+    quick = "quick"
+    full = "full"
+
+
+class SwitchName(StrEnum):
+    """How an arm is loaded."""
+
+    swap = "swap"
+    reboot = "reboot"
+
+
+def _version(shown: bool) -> None:
+    if shown:
+        print(f"vringlab {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print and exit.")
+    ] = False,
+) -> None:
+    """Options of all commands."""
+
+
+@app.command("list")
+def list_(
+    runs: Annotated[bool, typer.Option("--runs", help="List the runs made here instead.")] = False,
+) -> None:
+    """List experiments with their arms and parameters, or the runs made here."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if runs:
+        from vringlab.campaign.catalogue import list_runs
+
+        table = Table("run", "experiment", "profile", "cells done", "status", box=None)
+        for info in list_runs():
+            table.add_row(
+                info.run_id,
+                info.experiment,
+                info.profile,
+                f"{info.done} of {info.total}",
+                info.state,
+            )
+        console.print(table if table.row_count else "no runs yet: vringlab run EXPERIMENT")
+        return
+    from vringlab.campaign import experiment as experiments
+
+    for name in experiments.names():
+        experiment = experiments.load(name)
+        console.print(f"[bold]{name}[/bold]  {experiment.title}", highlight=False)
+        arms = ", ".join(
+            f"{arm} (reference)" if arm == experiment.reference else arm
+            for arm in experiment.arm_names
+        )
+        console.print(f"  arms: {arms}", highlight=False)
+        for use in experiment.workloads:
+            matrix = "; ".join(
+                f"{param}={','.join(map(str, values))}" for param, values in use.matrix.items()
+            )
+            console.print(f"  {use.workload}: {matrix}", highlight=False)
+
+
+@app.command()
+def run(
+    experiment: Annotated[str, typer.Argument(help="Name of an experiment: vringlab list.")],
+    profile: Annotated[
+        ProfileName,
+        typer.Option(help="smoke: seconds; quick: minutes; full: as documented in the mail."),
+    ] = ProfileName.quick,
+    param: Annotated[
+        list[str] | None,
+        typer.Option(
+            "-p", "--param", metavar="NAME=VALUES", help="Other values: -p payload=64,512."
+        ),
+    ] = None,
+    arms: Annotated[
+        str, typer.Option(help="Arms to measure, with commas; the reference is always added.")
+    ] = "",
+    host: Annotated[str, typer.Option(help="The KVM host: embedded.")] = "embedded",
+    switch: Annotated[
+        SwitchName,
+        typer.Option(help="Load an arm by swapping its module, or in a fresh guest each time."),
+    ] = SwitchName.swap,
+    seed: Annotated[int, typer.Option(help="What the order of the cells is drawn from.")] = 1,
+    dry_run: Annotated[bool, typer.Option(help="Show the plan; measure nothing.")] = False,
+) -> None:
+    """Measure an experiment: stock against patched, with an A/A pair for the noise floor.
+
+    Progress is shown as it goes. Ctrl-C keeps what is done; `vringlab resume` continues.
+    """
+    from vringlab.campaign import experiment as experiments
+    from vringlab.campaign.plan import make_plan
+    from vringlab.campaign.store import Store
+
+    chosen = experiments.load(experiment)
+    plan = make_plan(
+        chosen,
+        profile.value,
+        seed,
+        experiments.parse_overrides(param or []),
+        [name for name in arms.split(",") if name],
+    )
+    if dry_run:
+        from vringlab.campaign.progress import clock
+
+        for cell in plan.cells:
+            print(cell.cell_id)
+        print(f"{len(plan.cells)} cells, timed windows {clock(plan.measuring_s)}")
+        return
+    if host != "embedded":
+        raise UserError(
+            f"unknown host {host!r}",
+            remedy="use `embedded`; read a recorded run with `vringlab show PATH`",
+        )
+    with Store.create(plan) as store:
+        _execute(chosen, store, host, switch)
+
+
+@app.command()
+def resume(
+    run: Annotated[str, typer.Argument(help="Run id, its beginning, a path, or `last`.")] = "last",
+) -> None:
+    """Continue a run that was interrupted, with the host and switch it was begun with."""
+    from vringlab.campaign import experiment as experiments
+    from vringlab.campaign.catalogue import find_run, latest
+    from vringlab.campaign.store import Store
+
+    with Store.open(latest() if run == "last" else find_run(run)) as store:
+        chosen = experiments.load(store.plan.experiment)
+        known = store.provenance().get("settings", {})
+        _execute(chosen, store, "embedded", SwitchName(known.get("switch", "swap")))
+
+
+def _execute(chosen: Experiment, store: Store, host: str, switch: SwitchName) -> None:
+    from vringlab.campaign import progress
+    from vringlab.campaign.budget import table
+    from vringlab.campaign.runner import execute
+    from vringlab.campaign.session import open_session
+
+    plan = store.plan
+    needed = tuple(dict.fromkeys(cell.arm for cell in plan.cells))
+
+    def session() -> AbstractContextManager[Session]:
+        return open_session(
+            chosen,
+            needed,
+            host=host,
+            switch=switch.value,
+            on_step=lambda step: print(f"  {step}", file=sys.stderr, flush=True),
+        )
+
+    with progress.auto() as display:
+        result = execute(store, session, display)
+    _show(store.path)
+    print(f"\nWhere the time went (vringlab run, {result.measured} cells measured)")
+    print(table(dict(result.spent)))
+    _point_on(result)
+
+
+def _point_on(result: RunResult) -> None:
+    print(f"\nrun {result.run_id} is {result.status}: {result.done} of {result.total} cells")
+    print(f"  vringlab show {result.run_id}     the table again")
+    print(f"  vringlab report {result.run_id}   figures, verdicts, provenance as one HTML page")
+
+
+def _show(path: Path) -> None:
+    from rich.console import Console
+
+    from vringlab.analysis.frames import load_run
+    from vringlab.report.tables import render
+
+    render(load_run(path), Console())
+
+
+@app.command()
+def show(
+    run: Annotated[str, typer.Argument(help="Run id, its beginning, a path, or `last`.")] = "last",
+) -> None:
+    """Show a run's figures by arm, with intervals; invalid samples with their reason."""
+    from vringlab.campaign.catalogue import find_run, latest
+
+    _show(latest() if run == "last" else find_run(run))
+
+
+@app.command()
+def audit(
+    experiment: Annotated[str | None, typer.Argument(help="Only this experiment's.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Audit this claims file instead.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print records instead of text.")] = False,
+) -> None:
+    """Check published figures against themselves: arithmetic, copies, plausibility, status."""
+    from rich.console import Console
+
+    from vringlab.analysis.audit import audit_selection
+    from vringlab.report.audit_view import findings_as_records, render
+
+    _, findings = audit_selection(experiment, file)
+    if json:
+        from json import dumps
+
+        print(dumps(findings_as_records(findings), indent=1))
+    else:
+        render(findings, Console())
+
+
+@app.command()
+def build(
+    experiment: Annotated[
+        str | None, typer.Argument(help="Only this experiment's arms; all when not given.")
+    ] = None,
+) -> None:
+    """Build the image and every arm now, so that later runs only measure."""
+    from vringlab.campaign import experiment as experiments
+    from vringlab.campaign.session import build_arms
+    from vringlab.image.build import ensure_image
+
+    def step(text: str) -> None:
+        print(f"  {text}", file=sys.stderr, flush=True)
+
+    image = ensure_image(on_step=step)
+    print(f"image {image.digest}: {image.suite}, kernel {image.release}")
+    for name in [experiment] if experiment else experiments.names():
+        chosen = experiments.load(name)
+        for arm, built in build_arms(chosen, chosen.arm_names, image, step).items():
+            print(f"{name} {arm}: {built.module} build-id {built.build_id}")
+
+
+def main() -> None:
+    """Run the command line; errors of ours become a message and an exit status."""
+    try:
+        app()
+    except VringlabError as error:
+        print(f"vringlab: {error.kind}: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt as error:
+        print(f"\nvringlab: {str(error) or "interrupted"}", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
