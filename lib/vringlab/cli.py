@@ -279,7 +279,7 @@ def main() -> None:
         print(f"vringlab: {error.kind}: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt as error:
-        print(f"\nvringlab: {str(error) or "interrupted"}", file=sys.stderr)
+        print(f"\nvringlab: {str(error) or 'interrupted'}", file=sys.stderr)
         sys.exit(130)
 
 
