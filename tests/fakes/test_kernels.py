@@ -17,8 +17,9 @@ from types import MappingProxyType
 
 import pytest
 
+from vringlab.cachedir import OnStep
 from vringlab.errors import InfrastructureError, UserError
-from vringlab.kernels import buildroot, module, patches, source, store
+from vringlab.kernels import buildroot, module, patches, source
 from vringlab.kernels.base import BaseKernel
 
 TOY = Path(__file__).parent / "toy_module"
@@ -75,7 +76,7 @@ class Lab:
         path.write_text(HEADER.format(title=name) + diff if diff else SHIPPED)
         return patches.load_arm("toys", "debian:6.12", name, data=self.folder)
 
-    def build(self, arm: patches.Arm, on_step: store.OnStep = silent) -> module.BuiltModule:
+    def build(self, arm: patches.Arm, on_step: OnStep = silent) -> module.BuiltModule:
         return module.build_module(
             self.root, arm, on_step=on_step, modules=MODULES, cache=self.cache
         )

@@ -149,6 +149,7 @@ def test_a_changed_requirement_is_noticed(
 #: From the bottom up; those of one row may use each other as long as no circle comes of it.
 LAYERS = (
     {"errors", "settings"},
+    {"cachedir"},
     {"transport"},
     {"image", "kernels"},
     {"lab"},

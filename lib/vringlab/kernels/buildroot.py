@@ -16,10 +16,10 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from vringlab.cachedir import OnStep, Store, require_space
 from vringlab.errors import InfrastructureError, UserError
 from vringlab.kernels.base import BaseKernel
 from vringlab.kernels.source import MODULES, ModuleSource
-from vringlab.kernels.store import OnStep, Store, require_space
 from vringlab.settings import settings
 from vringlab.transport import local
 

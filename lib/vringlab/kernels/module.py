@@ -13,12 +13,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from vringlab.cachedir import OnStep, Store, require_space
 from vringlab.errors import InfrastructureError, UserError, VringlabError
 from vringlab.kernels.buildroot import WORK, BuildRoot
 from vringlab.kernels.elf import ModuleFile
 from vringlab.kernels.patches import Arm, Patch, apply_patch
 from vringlab.kernels.source import MODULES, ModuleSource, ensure_source, find_module
-from vringlab.kernels.store import OnStep, Store, require_space
 from vringlab.settings import settings
 from vringlab.transport import local
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 
+from vringlab.cachedir import OnStep, Store
 from vringlab.errors import InfrastructureError, UserError
-from vringlab.kernels.store import OnStep, Store
 from vringlab.settings import settings
 
 
