@@ -23,9 +23,9 @@ from vringlab.campaign import catalogue, progress
 from vringlab.campaign.budget import PHASES, Budget, table
 from vringlab.campaign.experiment import Value, WorkloadUse
 from vringlab.campaign.fake import FakeParams, FakeSession, FakeWorkload, find
-from vringlab.campaign.plan import Plan, make_plan
+from vringlab.campaign.plan import Plan, guest_options, make_plan
 from vringlab.campaign.progress import Event, PlainDisplay, RichDisplay
-from vringlab.campaign.runner import Interrupted, RunResult, execute, guest_options
+from vringlab.campaign.runner import Interrupted, RunResult, execute
 from vringlab.campaign.store import Store
 from vringlab.errors import InfrastructureError, MeasurementInvalid, TransientError, UserError
 from vringlab.workloads.base import Metric, Outcome, Workload
@@ -272,19 +272,29 @@ def test_a_run_is_not_resumed_on_another_kind_of_host(tmp_path: Path) -> None:
     assert load_run(catalogue.latest(runs_dir=tmp_path)).host_kind == "simulated"
 
 
-def test_a_run_is_not_resumed_with_another_build_of_an_arm(tmp_path: Path) -> None:
+@pytest.mark.parametrize("announced", [False, True])
+def test_a_run_is_not_resumed_with_another_build_of_an_arm(tmp_path: Path, announced: bool) -> None:
     class Rebuilt(FakeSession):
-        """Loads another build of one arm."""
+        """Has another build of one arm, which it knows from the start or only when loaded."""
 
         def switch(self, arm: str) -> str:
             return super().switch(arm) + ("ff" if arm == "direct" else "")
 
+        def provenance(self) -> dict[str, object]:
+            arms = {"direct": {"build_id": "ff"}} if announced else {}
+            return {**super().provenance(), "arms": arms}
+
     with pytest.raises(InfrastructureError):
         begin(tmp_path, FakeSession(faults={6: InfrastructureError("broken")}))
-    with pytest.raises(UserError, match="arm direct is another build"):
-        resume(tmp_path, Rebuilt())
+    # Refused once does not mean known: it is refused again.
+    for _ in range(2):
+        session = Rebuilt()
+        with pytest.raises(UserError, match="arm direct is another build"):
+            resume(tmp_path, session)
+        assert bool(named(session, "boot")) is not announced
     path = catalogue.latest(runs_dir=tmp_path)
     assert load_run(path).samples.groupby("block")["boot"].nunique().eq(1).all()
+    assert resume(tmp_path, FakeSession()).status == "complete"
 
 
 def test_guests_are_booted_with_what_all_workloads_need(tmp_path: Path) -> None:

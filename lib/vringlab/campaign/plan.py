@@ -286,6 +286,36 @@ def make_plan(
     )
 
 
+def guest_options(plan: Plan, find: FindWorkload = base.find) -> dict[str, object]:
+    """How to boot a guest in which every cell of the plan can be measured.
+
+    Each workload says what it needs for all of its points. Lists of one option add up; any other
+    option must be the same wherever it is named.
+
+    Raises:
+        UserError: two workloads contradict each other.
+    """
+    merged: dict[str, object] = {}
+    source: dict[str, str] = {}
+    for name in plan.workloads:
+        workload = find(name)
+        points = [base.parse_params(workload, params) for params in plan.points(name)]
+        for key, value in workload.guest_options(points).items():
+            before = merged.get(key, value)
+            if isinstance(before, list | tuple) and isinstance(value, list | tuple):
+                merged[key] = [*before, *(item for item in value if item not in before)]
+            elif before == value:
+                merged[key] = value
+            else:
+                raise UserError(
+                    f"{source[key]} needs a guest with {key}={before!r} and {name} one with "
+                    f"{key}={value!r}",
+                    remedy="measure them in two runs: select the points of one with -p",
+                )
+            source[key] = name
+    return merged
+
+
 def _suffix(workload: str, params: Mapping[str, Value]) -> str:
     shown = ",".join(f"{name}={value}" for name, value in params.items())
     # The id is a folder's name on the user's disk: nothing that a shell or a path would read.

@@ -23,7 +23,7 @@ from typing import Literal, Protocol
 
 from vringlab.campaign.budget import Budget
 from vringlab.campaign.experiment import FindWorkload, Value
-from vringlab.campaign.plan import Cell, Plan
+from vringlab.campaign.plan import Cell, Plan, guest_options
 from vringlab.campaign.progress import Event, Kind, Listener, clock, headline, silent
 from vringlab.campaign.store import CellMeta, Store
 from vringlab.errors import MeasurementInvalid, TransientError, UserError, VringlabError
@@ -328,16 +328,30 @@ class _Campaign:
                 f"{session.host} is {session.host_kind}",
                 remedy="resume it on the host it was begun on, or start a new run",
             )
-        arms = known.get("arms", {}) if self.store.done() else {}
-        self.build_ids = {
-            arm: str(facts["build_id"])
-            for arm, facts in arms.items()
-            if isinstance(facts, Mapping) and facts.get("build_id")
-        }
-        self.store.update_provenance(session.provenance())
+        if self.store.done():
+            self.build_ids = _build_ids(known)
+        facts = session.provenance()
+        for arm, build_id in _build_ids(facts).items():
+            self._check_build(arm, build_id)
+        self.store.update_provenance(facts)
         self.store.update_provenance(
             {"run": {"host": session.host, "host_kind": session.host_kind, "status": "running"}}
         )
+
+    def _check_build(self, arm: str, build_id: str) -> None:
+        """Refuse another build under an arm's name; before it is recorded, or it would pass next.
+
+        Raises:
+            UserError: the run measured another build of that arm.
+        """
+        before = self.build_ids.setdefault(arm, build_id)
+        if before != build_id:
+            raise UserError(
+                f"arm {arm} is another build ({build_id}) than the one that this run measured "
+                f"before ({before})",
+                remedy="restore the sources, compiler and base kernel of the first build, or "
+                "start a new run",
+            )
 
     def _boot(
         self,
@@ -402,19 +416,11 @@ class _Campaign:
         self._tell("switch", f"loading {cell.arm_name}", boot=identity)
         with self.budget.phase("switch"):
             build_id = session.switch(cell.arm) or ""
-        if not build_id:
-            return ""
-        before = self.build_ids.get(cell.arm)
-        if before is None:
-            self.build_ids[cell.arm] = build_id
-            self.store.update_provenance({"arms": {cell.arm: {"build_id": build_id}}})
-        elif before != build_id:
-            raise UserError(
-                f"arm {cell.arm} is another build ({build_id}) than the one that this run "
-                f"measured before ({before})",
-                remedy="restore the sources, compiler and base kernel of the first build, or "
-                "start a new run",
-            )
+        if build_id:
+            new = cell.arm not in self.build_ids
+            self._check_build(cell.arm, build_id)
+            if new:
+                self.store.update_provenance({"arms": {cell.arm: {"build_id": build_id}}})
         return build_id
 
     def _cell(self, session: Session, cell: Cell, meta: CellMeta) -> None:
@@ -474,6 +480,18 @@ class _Campaign:
         )
 
 
+def _build_ids(provenance: Mapping[str, object]) -> dict[str, str]:
+    """Build-ids by arm, of the arms that a provenance names."""
+    arms = provenance.get("arms")
+    if not isinstance(arms, Mapping):
+        return {}
+    return {
+        str(arm): str(facts["build_id"])
+        for arm, facts in arms.items()
+        if isinstance(facts, Mapping) and facts.get("build_id")
+    }
+
+
 def _checked(outcome: Outcome, started: str) -> Outcome:
     """An outcome that says when it began, and in which a figure that is no number is a problem."""
     broken = tuple(
@@ -486,33 +504,3 @@ def _checked(outcome: Outcome, started: str) -> Outcome:
         problems=(*outcome.problems, *broken),
         started=outcome.started or started,
     )
-
-
-def guest_options(plan: Plan, find: FindWorkload = base.find) -> dict[str, object]:
-    """How to boot a guest in which every cell of the plan can be measured.
-
-    Each workload says what it needs for all of its points. Lists of one option add up; any other
-    option must be the same wherever it is named.
-
-    Raises:
-        UserError: two workloads contradict each other.
-    """
-    merged: dict[str, object] = {}
-    source: dict[str, str] = {}
-    for name in plan.workloads:
-        workload = find(name)
-        points = [base.parse_params(workload, params) for params in plan.points(name)]
-        for key, value in workload.guest_options(points).items():
-            before = merged.get(key, value)
-            if isinstance(before, list | tuple) and isinstance(value, list | tuple):
-                merged[key] = [*before, *(item for item in value if item not in before)]
-            elif before == value:
-                merged[key] = value
-            else:
-                raise UserError(
-                    f"{source[key]} needs a guest with {key}={before!r} and {name} one with "
-                    f"{key}={value!r}",
-                    remedy="measure them in two runs: select the points of one with -p",
-                )
-            source[key] = name
-    return merged
