@@ -11,8 +11,24 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vringlab.errors import InfrastructureError
+
+#: A killed command's pipes are read this long for its last words.
+_LAST_WORDS_S = 5.0
+#: A tethered command may clean up this long before it is killed.
+_CLEAN_UP_S = 5.0
+
+#: Runs "$@" with standard input from $1 while the shell's own, a pipe that only we can write
+#: to, is open. When that ends, because we want it or were killed, all of the group is ended.
+_TETHER = f"""
+exec 3<&0 < "$1"; shift
+(trap : TERM; read -r _ <&3; kill -TERM 0; sleep {_CLEAN_UP_S:g}; kill -KILL 0) &
+"$@" 3<&-; status=$?
+kill -KILL $!
+exit $status
+"""
 
 
 @dataclass(frozen=True)
@@ -41,7 +57,7 @@ def find_tool(name: str, remedy: str = "") -> str:
     return path
 
 
-def kill_group(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
+def kill_group(process: subprocess.Popen[Any]) -> None:
     """End a process and all that it started (it must have been made a group leader)."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -49,14 +65,52 @@ def kill_group(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None
         process.wait(timeout=10)
 
 
+def _last_words(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """What a killed command had printed.
+
+    Something that it started may have left its group and hold the pipes open for ever, and a
+    process that waits in the kernel cannot be killed at all.
+    """
+
+    def text(printed: Any) -> str:
+        return printed.decode(errors="replace") if isinstance(printed, bytes) else printed or ""
+
+    try:
+        stdout, stderr = process.communicate(timeout=_LAST_WORDS_S)
+    except subprocess.TimeoutExpired as error:
+        stdout, stderr = error.output, error.stderr
+    finally:
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            with contextlib.suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
+    return text(stdout), text(stderr)
+
+
+def _untether(process: subprocess.Popen[str]) -> None:
+    """Let a tethered command clean up, for as long as it is given."""
+    with contextlib.suppress(OSError):
+        if process.stdin is not None:
+            process.stdin.close()
+            process.stdin = None
+    deadline = time.monotonic() + _CLEAN_UP_S
+    with contextlib.suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
+        process.wait(timeout=_CLEAN_UP_S)
+        while time.monotonic() < deadline:
+            os.killpg(process.pid, 0)
+            time.sleep(0.05)
+
+
 def run(
     argv: Sequence[str],
     *,
     timeout: float,
-    input: str | None = None,
+    input: str | Path | None = None,
+    output: Path | None = None,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     check: bool = True,
+    tethered: bool = False,
     remedy: str = "",
     remedy_missing: str = "",
 ) -> Completed:
@@ -65,34 +119,61 @@ def run(
     Args:
         argv: Program and arguments; no shell.
         timeout: Seconds allowed.
-        input: Text for its standard input (empty when None).
+        input: Text for its standard input, or a file to read it from (empty when None).
+        output: File that takes its standard output; it is returned as text when None.
         env: Variables on top of ours.
         cwd: Folder to run in.
         check: Raise when the exit status is not 0.
+        tethered: End it and all that it started when we are killed too; it gets SIGTERM and a
+            moment to clean up first. Its input cannot be text.
         remedy: What to say when it fails.
         remedy_missing: What to say when the program is not installed.
 
     Raises:
-        InfrastructureError: not installed, failed (with `check`), or over the deadline.
+        InfrastructureError: not installed, cannot be started, failed (with `check`), or over the
+            deadline.
     """
     program = find_tool(argv[0], remedy_missing)
+    command = [program, *argv[1:]]
     begin = time.monotonic()
-    process = subprocess.Popen(
-        [program, *argv[1:]],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=cwd,
-        env=None if env is None else {**os.environ, **env},
-        start_new_session=True,
-        encoding="utf-8",
-        errors="replace",
-    )
+    with contextlib.ExitStack() as stack:
+        source: Any = subprocess.PIPE
+        if tethered:
+            assert not isinstance(input, str), "a tether takes the place of the input"
+            command = ["/bin/sh", "-c", _TETHER, "tether", str(input or "/dev/null"), *command]
+        elif isinstance(input, Path):
+            source = stack.enter_context(input.open("rb"))
+        sink: Any = subprocess.PIPE if output is None else stack.enter_context(output.open("wb"))
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=source,
+                stdout=sink,
+                stderr=subprocess.PIPE,
+                cwd=cwd,
+                env=None if env is None else {**os.environ, **env},
+                start_new_session=True,
+                encoding="utf-8",
+                errors="replace",
+            )
+        except OSError as error:
+            raise InfrastructureError(
+                f"{argv[0]} cannot be started: {error}",
+                remedy=remedy or "check the program, the folder it runs in and its arguments",
+                command=argv,
+                host="local",
+            ) from error
     try:
-        stdout, stderr = process.communicate(input or "", timeout=timeout)
+        if tethered:
+            stdout, stderr = _communicate_tethered(process, timeout)
+        else:
+            text = input if isinstance(input, str) else ""
+            stdout, stderr = process.communicate(text, timeout=timeout)
     except subprocess.TimeoutExpired:
+        if tethered:
+            _untether(process)
         kill_group(process)
-        stdout, stderr = process.communicate()
+        stdout, stderr = _last_words(process)
         raise InfrastructureError(
             f"{argv[0]} did not end within {timeout:g} s",
             remedy=remedy or "see the output above; a slower machine may need a longer deadline",
@@ -102,17 +183,20 @@ def run(
             stderr=stderr,
         ) from None
     except BaseException:
+        if tethered:
+            _untether(process)
         kill_group(process)
+        _last_words(process)
         raise
-    done = Completed(stdout, stderr, process.returncode, time.monotonic() - begin)
+    done = Completed(stdout or "", stderr or "", process.returncode, time.monotonic() - begin)
     if check and done.returncode != 0:
         raise InfrastructureError(
             f"{argv[0]} failed",
             remedy=remedy,
             command=argv,
             host="local",
-            stdout=stdout,
-            stderr=stderr,
+            stdout=done.stdout,
+            stderr=done.stderr,
             returncode=done.returncode,
         )
     return done

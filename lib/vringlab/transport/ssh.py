@@ -139,30 +139,27 @@ class Process:
                 )
 
     def wait(self, timeout: float) -> Completed:
-        """Wait for its end.
+        """Wait for its end; a return code of -1 says that a signal ended it.
 
         Raises:
             TransientError: the deadline passed or the connection was lost.
         """
         deadline = time.monotonic() + timeout
         channel = self._channel
-        while not (channel.exit_status_ready() and channel.eof_received):
+        while not (channel.closed or (channel.exit_status_ready() and channel.eof_received)):
             left = deadline - time.monotonic()
             if left <= 0:
                 raise self._error(
                     f"the command did not end within {timeout:g} s",
                     "a slower machine may need a longer time; look at its load",
                 )
-            if channel.closed and not channel.exit_status_ready():
-                raise self._error(
-                    "the connection was lost while the command ran",
-                    "see whether the machine is still up; `vringlab resume` continues a run",
-                )
             self._drain(min(left, 0.5))
         self._drain(0.0)
-        status = channel.recv_exit_status()
+        # -1 is what paramiko says when no status came: the command died of a signal (which it
+        # does not tell), or the connection broke.
+        status = channel.recv_exit_status() if channel.exit_status_ready() else -1
         channel.close()
-        if status == -1:
+        if status == -1 and not self._machine.alive:
             raise self._error(
                 "the connection was lost while the command ran",
                 "see whether the machine is still up; `vringlab resume` continues a run",

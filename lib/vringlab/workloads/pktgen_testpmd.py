@@ -29,8 +29,11 @@ _OTHER_CPU = 1
 _MARGIN_S = 60.0
 #: VIRTIO_F_RING_PACKED (virtio 1.2, section 6).
 _PACKED_BIT = 34
-#: Each report of testpmd takes well under this for one port.
+#: Each report of testpmd takes less than this for one port.
 _REPORT_BYTES = 1500
+#: Reports fetched beyond those of the run: the rates need some before it.
+_REPORTS_AROUND = 4
+_LONG_RUN_S = 4.0 * STATS_PERIOD_S
 #: testpmd drops all of them: no such machine exists.
 _SINK_MAC = "52:54:00:76:6e:01"
 
@@ -66,20 +69,31 @@ def device_settings(params: PktgenParams) -> list[str]:
     ]
 
 
-def _configure_script(device: str, writes: list[str]) -> str:
-    """Write the settings one by one; print each file's answer after a line `@ WRITE`."""
+def _setup_script(mac: str, writes: list[str]) -> str:
+    """Find the device by its MAC and configure pktgen on it, in one exchange.
+
+    By MAC: interface names change whenever the driver is swapped. Sections begin with
+    `@@ NAME`; each write's section has the file's answer.
+    """
     thread = f"/proc/net/pktgen/kpktgend_{_PKTGEN_CPU}"
-    target = f"/proc/net/pktgen/{device}@{_PKTGEN_CPU}"
     lines = [
-        "set -e",
+        "for d in /sys/class/net/*; do read -r m < $d/address; "
+        f"[ $m != {mac} ] || dev=${{d##*/}}; done",
+        '[ -n "$dev" ] || exit 8',
+        'virtio=$(readlink -f "/sys/class/net/$dev/device")',
+        'read -r features < "$virtio/features"',
+        'ip link set "$dev" up || exit 9',
+        'echo "@@ device"; echo "$dev ${virtio##*/} $features"',
+        "echo '@@ interrupts'; cat /proc/interrupts",
         "echo reset > /proc/net/pktgen/pgctrl",
         f"echo rem_device_all > {thread}",
-        f"echo add_device {device}@{_PKTGEN_CPU} > {thread}",
-        f"echo '@ add_device {device}'; cat {thread}",
+        f'echo "add_device $dev@{_PKTGEN_CPU}" > {thread}',
+        f"echo '@@ add_device'; cat {thread}",
+        f'target="/proc/net/pktgen/$dev@{_PKTGEN_CPU}"',
     ]
     for write in writes:
-        lines.append(f"echo {shlex.quote(write)} > {target}; echo {shlex.quote('@ ' + write)}; ")
-        lines.append(f"cat {target}")
+        quoted = shlex.quote(write)
+        lines.append(f'echo {quoted} > "$target"; echo "@@ "{quoted}; cat "$target"')
     return "\n".join(lines)
 
 
@@ -145,27 +159,40 @@ class PktgenTestpmd:
         """
         assert isinstance(params, PktgenParams)
         guest, host = lab.guest.machine, lab.host.machine
-        device, virtio, features = _find_device(lab, params.nic)
-        reading = interrupts.parse(guest.get("/proc/interrupts").decode())
+        mac = lab.guest.nics[params.nic]
+        done = guest.run(
+            _setup_script(mac, device_settings(params)), timeout=_MARGIN_S, check=False
+        )
+        ready = sections(done.stdout)
+        if "add_device" not in ready:
+            raise InfrastructureError(
+                f"the guest's network device {mac} cannot be used by pktgen",
+                remedy="the virtio_net module may have failed to come up after a swap, or pktgen "
+                "is not loaded",
+                host="guest",
+                stdout=done.stdout,
+                stderr=done.stderr,
+                returncode=done.returncode,
+            )
+        device, virtio, features = ready.pop("device").split()
+        reading = interrupts.parse(ready.pop("interrupts"))
         queue = interrupts.tx_queues(reading, virtio)[0]
         irq = str(reading.numbers[queue][0])
-        writes = device_settings(params)
-        configured = guest.run(_configure_script(device, writes), timeout=_MARGIN_S).stdout
-        for block in configured.split("@ ")[1:]:
-            wrote, _, answer = block.partition("\n")
+        for wrote, answer in ready.items():
             pktgen_output.check_written(answer, wrote)
 
-        log = f"{WORK}/testpmd.log"
-        # A report of before the stream begins gives the first rate its base.
-        offset = int(host.run(["stat", "-c", "%s", log]).stdout)
-        offset = max(0, offset - 2 * _REPORT_BYTES * len(lab.guest.nics))
         cpu = _PKTGEN_CPU if params.irq == "same" else _OTHER_CPU
         started = datetime.now(UTC).isoformat(timespec="milliseconds")
         timed = guest.run(
             _timed_script(device, irq, cpu, duration_s), timeout=duration_s + _MARGIN_S
         ).stdout
+        # Of a long run the reports inside it are enough; of a short one the last is needed too.
+        wait_s = STATS_PERIOD_S if duration_s < _LONG_RUN_S else 0
+        count = int(duration_s / STATS_PERIOD_S) + _REPORTS_AROUND
         reports = host.run(
-            f"sleep {STATS_PERIOD_S}; busybox tail -c +{offset + 1} {log}", timeout=_MARGIN_S
+            f"sleep {wait_s}; tail -c {count * _REPORT_BYTES * len(lab.guest.nics)} "
+            f"{WORK}/testpmd.log",
+            timeout=_MARGIN_S,
         ).stdout
 
         found = sections(timed)
@@ -195,7 +222,7 @@ class PktgenTestpmd:
             started=started,
             raw={
                 "pktgen.txt": timed.encode(),
-                "pktgen-setup.txt": configured.encode(),
+                "pktgen-setup.txt": done.stdout.encode(),
                 "testpmd.txt": reports.encode(),
             },
             context={"device": device, "irq": irq, "ring_packed": packed},
@@ -206,29 +233,6 @@ class PktgenTestpmd:
             else []
         )
         return replace(outcome, problems=(*outcome.problems, *ring_problem, *lab.pinning_drift()))
-
-
-def _find_device(lab: Lab, nic: VhostUserNic) -> tuple[str, str, str]:
-    """Interface, virtio device and feature bits of a vhost-user device, brought up.
-
-    By MAC: interface names change whenever the driver is swapped.
-    """
-    mac = lab.guest.nics[nic]
-    done = lab.guest.machine.run(
-        "for d in /sys/class/net/*; do read -r mac < $d/address; "
-        f'if [ "$mac" = {mac} ]; then name=${{d##*/}}; ip link set "$name" up; '
-        'v=$(readlink -f "$d/device"); echo "$name ${v##*/} $(cat $v/features)"; fi; done'
-    )
-    fields = done.stdout.split()
-    if len(fields) != 3:
-        raise InfrastructureError(
-            f"the guest has no network device with address {mac}",
-            remedy="the virtio_net module may have failed to come up after a swap",
-            host="guest",
-            stdout=done.stdout,
-            stderr=done.stderr,
-        )
-    return fields[0], fields[1], fields[2]
 
 
 WORKLOAD = PktgenTestpmd()
