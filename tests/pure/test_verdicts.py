@@ -18,7 +18,7 @@ from vringlab.analysis import claims
 from vringlab.analysis.sequential import SequentialPlan, decide
 from vringlab.analysis.simulate import Design, Noise, as_samples, simulate
 from vringlab.analysis.stats import Interval, adjust
-from vringlab.analysis.verdicts import compare, judge, judge_all
+from vringlab.analysis.verdicts import compare, decide_claim, judge, judge_all
 
 QUIET = Noise(run=0.02, slow=0.05, interaction=0.005)
 DATA = Path(__file__).resolve().parents[2] / "data" / "claims"
@@ -216,6 +216,44 @@ def test_sequential_decision_brings_its_own_interval() -> None:
     assert verdict.evidence.interval == decision.interval
     assert verdict.word == "reproduced"
     assert "look " in verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("truth", "claimed", "word"),
+    [
+        (0.8, 0.8, "reproduced"),
+        (1.0, 0.8, "no effect seen"),
+        (1.25, 0.8, "contradicted"),
+        (1.0, 1.0, "reproduced"),
+    ],
+)
+def test_until_decided_reaches_the_verdict_of_the_full_design(
+    truth: float, claimed: float, word: str
+) -> None:
+    frame = run(truth, 10, 2)
+    plan = SequentialPlan(20, blocks_per_boot=2)
+    assert judge(Claim(claimed), frame, draws=0).word == word
+    for block in range(1, 21):
+        so_far = frame[frame["block"] <= block]
+        decision, verdict = decide_claim(Claim(claimed), so_far, plan)
+        if decision.stop:
+            break
+        assert verdict.word in ("insufficient data", word)
+    assert verdict.word == word
+    assert block <= 12
+    assert decision.units * 2 == block
+
+
+def test_until_decided_goes_on_through_faults() -> None:
+    frame = run(0.8, 10, 2)
+    bad = frame.assign(valid=False, reason="short reads")
+    plan = SequentialPlan(20, blocks_per_boot=2)
+    decision, verdict = decide_claim(Claim(), bad, plan)
+    assert not decision.stop
+    assert "short reads" in decision.why
+    assert verdict.word == "insufficient data"
+    decision, _ = decide_claim(Claim(metric="speed"), frame, plan)
+    assert "unknown metric" in decision.why
 
 
 # ---------------------------------------------------------------------------- other workloads

@@ -279,7 +279,7 @@ def gather(
     elif effect.boots == 1:
         count = "one block" if effect.blocks == 1 else f"{effect.blocks} blocks"
         interval, basis = Interval(), f"{count} of one boot"
-    if decision is not None and decision.interval.known:
+    if decision is not None:
         interval = decision.interval
         basis = f"look {decision.look} of {decision.looks} at {decision.units} {decision.unit}s"
     return replace(

@@ -23,7 +23,7 @@ The estimate after an early stop lies a little too far from 1; its interval is r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -299,6 +299,11 @@ def decide(
             remedy="look at the raw files: a constant, a cached or a copied figure",
         )
     return _decision(plan, means, floor, notes)
+
+
+def undecided(plan: SequentialPlan, why: str) -> Decision:
+    """The decision to go on because the samples so far cannot be looked at."""
+    return replace(_decision(plan, np.zeros(0), 0.0), why=why)
 
 
 def _decision(

@@ -5,13 +5,13 @@ is positive, and f the noise floor of the A/A pair:
 
     invalid as published        the figure was withdrawn; what was measured stands beside it
     not exercised               the changed path did not run
-    insufficient data           no interval, or nothing and half of c or more are both within it
+    insufficient data           no interval, or one that fits none of the other words
     not comparable              only figures in a unit were claimed, and this host is another kind
     reproduced                  l > f, and the size fits: c within [l, u], or the estimate between
                                 half and twice c
     same direction, other size  l > f, and the size does not fit
     contradicted                u < -f
-    no effect seen              nothing is within the interval and u < c / 2
+    no effect seen              the interval lies within c / 2 on both sides
 
 A claim of less than 1 % is one of no change: reproduced when the interval lies within 5 % (or
 the noise floor) on both sides, contradicted when it lies outside.
@@ -23,7 +23,7 @@ The interval is t on boot means. One boot, or one block, therefore gives `insuff
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -31,8 +31,9 @@ import pandas as pd
 
 from vringlab.analysis import wording
 from vringlab.analysis.evidence import Evidence, Published, Scope, gather, was_exercised
-from vringlab.analysis.sequential import Decision
+from vringlab.analysis.sequential import Decision, SequentialPlan, decide, undecided
 from vringlab.analysis.stats import Interval, adjust
+from vringlab.errors import VringlabError
 
 Word = Literal[
     "reproduced",
@@ -173,8 +174,15 @@ def compare(
         )
     if high < -floor:
         return "contradicted", f"the effect goes the other way{beyond}"
-    if high < size / SIZE_FACTOR:
+    half = size / SIZE_FACTOR
+    if high < half and low > -half:
         return "no effect seen", "the interval excludes half of the claimed effect and more"
+    if high < half:
+        return (
+            "insufficient data",
+            "half of the claimed effect and more is excluded, but not whether there is none or "
+            "the opposite",
+        )
     noise = f" (or the noise floor of {100 * np.expm1(floor):.1f} %)" if floor else ""
     return (
         "insufficient data",
@@ -242,6 +250,47 @@ def judge(
     return Verdict(claim, word, reason, found)
 
 
+def decide_claim(
+    claim: Published,
+    samples: pd.DataFrame,
+    plan: SequentialPlan,
+    provenance: Mapping[str, object] | None = None,
+    exercised: bool | None = None,
+    draws: int = 0,
+) -> tuple[Decision, Verdict]:
+    """Whether a claim is decided by the samples so far, and its verdict by them.
+
+    For `--until-decided`: call it after each block with one plan, and stop when `stop` is set for
+    each claim, or when the plan's budget is used up. The verdict rests on the decision's interval.
+
+    Args:
+        claim: The claim; its ratio takes the place of the plan's `claimed`.
+        samples: Tidy samples so far.
+        plan: The plan, fixed before the first block.
+        provenance: The run's provenance so far.
+        exercised: Overrides what the provenance says of the path.
+        draws: Draws of the bootstrap that stands beside.
+    """
+    level = 1 - plan.alpha
+    own = plan
+    if claim.ratio is not None and claim.ratio > 0:
+        negligible = abs(np.log(claim.ratio)) < np.log1p(NEGLIGIBLE)
+        # A plan ends on half of what is claimed; of no change, on the margin that is allowed.
+        target = (1 + NO_CHANGE_MARGIN) ** 2 if negligible else claim.ratio
+        own = replace(plan, claimed=target)
+    found = gather(claim, samples, provenance or {}, exercised, level, 0)
+    tool = found.effect.pairs.workload if found.effect else claim.workload
+    before, after = claim.arms
+    try:
+        decision = decide(
+            samples, own, claim.metric, after, before, claim.params, tool, found.floor
+        )
+    except VringlabError as error:
+        # More blocks may mend it; the budget ends it if they do not.
+        decision = undecided(own, error.message)
+    return decision, judge(claim, samples, provenance, exercised, level, draws, decision)
+
+
 def judge_all(
     claims: Iterable[Published],
     samples: pd.DataFrame,
@@ -293,6 +342,7 @@ __all__ = [
     "Verdict",
     "Word",
     "compare",
+    "decide_claim",
     "judge",
     "judge_all",
     "was_exercised",
