@@ -287,6 +287,8 @@ def calibrate(
         noise: Spreads; those of `Noise()` when not given.
         pings: Messages per run for Mann-Whitney. A real run has a thousand times as many, which
             makes that test worse.
+        more: The primary interval and the verdict cost next to nothing, and are held against
+            `more` times as many data sets, of which the first `datasets` are those of the others.
         sequential: Whether to calibrate stopping too.
         progress: Called with each scenario and design as it begins.
 
