@@ -46,8 +46,11 @@ def effects(
     check_columns(samples)
     rows: list[dict[str, object]] = []
     done: dict[tuple[bytes, bytes], list[tuple[int, Pairs]]] = {}
+    invalid = ~samples["valid"].astype(bool)
     for metric in metrics:
         measured = samples[samples["metric"] == metric]
+        # Invalid samples may have no row of the metric, but have the reasons.
+        known = samples[(samples["metric"] == metric) | invalid]
         for workload in sorted(set(measured["workload"])):
             for point in points(samples, workload, metric):
                 for arm in arms:
@@ -61,7 +64,7 @@ def effects(
                         "problem": "",
                     }
                     try:
-                        pairs = pair(samples, metric, arm, reference, point, workload)
+                        pairs = pair(known, metric, arm, reference, point, workload)
                         key = Hierarchy(pairs.boot, pairs.host).key
                         done.setdefault(key, []).append((len(rows), pairs))
                     except VringlabError as error:
