@@ -240,7 +240,7 @@ def test_until_decided_reaches_the_verdict_of_the_full_design(
             break
         assert verdict.word in ("insufficient data", word)
     assert verdict.word == word
-    assert block <= 12
+    assert block <= 16
     assert decision.units * 2 == block
 
 
