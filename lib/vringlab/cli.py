@@ -139,6 +139,8 @@ def run(
     from vringlab.campaign.store import Store
 
     chosen = experiments.load(experiment)
+    if switch is SwitchName.reboot:
+        chosen = chosen.one_block_per_boot()
     plan = make_plan(
         chosen,
         profile.value,
@@ -180,7 +182,7 @@ def resume(
 def _execute(chosen: Experiment, store: Store, host: str, switch: SwitchName) -> None:
     from vringlab.campaign import progress
     from vringlab.campaign.budget import table
-    from vringlab.campaign.runner import execute
+    from vringlab.campaign.runner import Interrupted, execute
     from vringlab.campaign.session import open_session
 
     plan = store.plan
@@ -195,8 +197,13 @@ def _execute(chosen: Experiment, store: Store, host: str, switch: SwitchName) ->
             on_step=lambda step: print(f"  {step}", file=sys.stderr, flush=True),
         )
 
-    with progress.auto() as display:
-        result = execute(store, session, display)
+    try:
+        with progress.auto() as display:
+            result = execute(store, session, display)
+    except Interrupted as error:
+        # Typer would end with this status too, but in silence.
+        print(f"\nvringlab: {error}", file=sys.stderr)
+        raise typer.Exit(130) from None
     _show(store.path)
     print(f"\nWhere the time went (vringlab run, {result.measured} cells measured)")
     print(table(dict(result.spent)))
@@ -213,9 +220,9 @@ def _show(path: Path) -> None:
     from rich.console import Console
 
     from vringlab.analysis.frames import load_run
-    from vringlab.report.tables import render
+    from vringlab.report.tables import arm_table
 
-    render(load_run(path), Console())
+    Console().print(arm_table(load_run(path)))
 
 
 @app.command()
@@ -278,9 +285,6 @@ def main() -> None:
     except VringlabError as error:
         print(f"vringlab: {error.kind}: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt as error:
-        print(f"\nvringlab: {str(error) or 'interrupted'}", file=sys.stderr)
-        sys.exit(130)
 
 
 if __name__ == "__main__":

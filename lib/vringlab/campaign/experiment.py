@@ -188,6 +188,20 @@ class Experiment(_Strict):
             )
         return self.profiles[name]
 
+    def one_block_per_boot(self) -> Experiment:
+        """The experiment with as many blocks, each a boot of its own.
+
+        For arms that are booted fresh: the guests of one block then share an identity, and no
+        two blocks do, so that the statistics count blocks and not guests as independent.
+        """
+        profiles = {
+            name: profile.model_copy(
+                update={"boots": profile.boots * profile.blocks_per_boot, "blocks_per_boot": 1}
+            )
+            for name, profile in self.profiles.items()
+        }
+        return self.model_copy(update={"profiles": profiles})
+
     def arms_of(self, profile: str, selected: Sequence[str] = ()) -> tuple[str, ...]:
         """Arms to measure, in the file's order; the reference is always among them.
 

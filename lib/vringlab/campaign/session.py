@@ -123,13 +123,15 @@ class MachineSession:
             raise UserError("there is no guest yet", remedy="boot one first")
         return Lab(self._host, self._guest)
 
-    def boot(self, boot: str, options: Mapping[str, object]) -> None:
+    def boot(self, boot: str, options: Mapping[str, object]) -> None:  # noqa: ARG002 - protocol
         """End the guest and boot a fresh one; see `campaign.runner.Session`."""
-        self._on_step(f"booting guest {boot}")
         self._spec = GuestSpec(
             **{key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}  # type: ignore[arg-type]  # names and types are GuestSpec's, by the workload protocol
         )
-        self._boot()
+        self.close()
+        # With `reboot`, every arm gets its guest when it is loaded.
+        if self._switch == "swap":
+            self._boot()
 
     def _boot(self) -> None:
         self.close()
