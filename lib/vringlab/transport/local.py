@@ -20,12 +20,15 @@ _LAST_WORDS_S = 5.0
 #: A tethered command may clean up this long before it is killed.
 _CLEAN_UP_S = 5.0
 
-#: Runs "$@" with standard input from $1 while the shell's own, a pipe that only we can write
-#: to, is open. When that ends, because we want it or were killed, all of the group is ended.
-_TETHER = f"""
-exec 3<&0 < "$1"; shift
-(trap : TERM; read -r _ <&3; kill -TERM 0; sleep {_CLEAN_UP_S:g}; kill -KILL 0) &
+#: Runs a command with standard input from $1 while the shell's own, a pipe that only we can
+#: write to, is open. When that ends, because we want it or were killed, SIGTERM goes to all of
+#: the group, and SIGKILL once the command has ended or has had $2 seconds to clean up.
+_TETHER = """
+exec 3<&0 < "$1"; seconds=$2; shift 2
+cut=; trap cut=1 TERM
+(trap : TERM; read -r _ <&3; kill -TERM 0; sleep "$seconds"; kill -KILL 0) &
 "$@" 3<&-; status=$?
+[ -z "$cut" ] || kill -KILL 0
 kill -KILL $!
 exit $status
 """
@@ -76,29 +79,15 @@ def _last_words(process: subprocess.Popen[str]) -> tuple[str, str]:
         return printed.decode(errors="replace") if isinstance(printed, bytes) else printed or ""
 
     try:
-        stdout, stderr = process.communicate(timeout=_LAST_WORDS_S)
+        found: tuple[Any, Any] = process.communicate(timeout=_LAST_WORDS_S)
     except subprocess.TimeoutExpired as error:
-        stdout, stderr = error.output, error.stderr
+        found = error.output, error.stderr
     finally:
         for pipe in (process.stdin, process.stdout, process.stderr):
             with contextlib.suppress(OSError):
                 if pipe is not None:
                     pipe.close()
-    return text(stdout), text(stderr)
-
-
-def _untether(process: subprocess.Popen[str]) -> None:
-    """Let a tethered command clean up, for as long as it is given."""
-    with contextlib.suppress(OSError):
-        if process.stdin is not None:
-            process.stdin.close()
-            process.stdin = None
-    deadline = time.monotonic() + _CLEAN_UP_S
-    with contextlib.suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
-        process.wait(timeout=_CLEAN_UP_S)
-        while time.monotonic() < deadline:
-            os.killpg(process.pid, 0)
-            time.sleep(0.05)
+    return text(found[0]), text(found[1])
 
 
 def run(
@@ -138,9 +127,15 @@ def run(
     begin = time.monotonic()
     with contextlib.ExitStack() as stack:
         source: Any = subprocess.PIPE
+        tether = contextlib.ExitStack()
         if tethered:
             assert not isinstance(input, str), "a tether takes the place of the input"
-            command = ["/bin/sh", "-c", _TETHER, "tether", str(input or "/dev/null"), *command]
+            setting = [str(input or os.devnull), f"{_CLEAN_UP_S:g}"]
+            command = ["/bin/sh", "-c", _TETHER, "tether", *setting, *command]
+            source, line = os.pipe()
+            tether.callback(os.close, line)
+            stack.enter_context(tether)
+            stack.callback(os.close, source)
         elif isinstance(input, Path):
             source = stack.enter_context(input.open("rb"))
         sink: Any = subprocess.PIPE if output is None else stack.enter_context(output.open("wb"))
@@ -163,31 +158,26 @@ def run(
                 command=argv,
                 host="local",
             ) from error
-    try:
-        if tethered:
-            stdout, stderr = _communicate_tethered(process, timeout)
-        else:
-            text = input if isinstance(input, str) else ""
-            stdout, stderr = process.communicate(text, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        if tethered:
-            _untether(process)
-        kill_group(process)
-        stdout, stderr = _last_words(process)
-        raise InfrastructureError(
-            f"{argv[0]} did not end within {timeout:g} s",
-            remedy=remedy or "see the output above; a slower machine may need a longer deadline",
-            command=argv,
-            host="local",
-            stdout=stdout,
-            stderr=stderr,
-        ) from None
-    except BaseException:
-        if tethered:
-            _untether(process)
-        kill_group(process)
-        _last_words(process)
-        raise
+        text = input if isinstance(input, str) else ""
+        try:
+            stdout, stderr = process.communicate(text if process.stdin else None, timeout=timeout)
+        except BaseException as error:
+            tether.close()
+            if tethered:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=_CLEAN_UP_S)
+            kill_group(process)
+            stdout, stderr = _last_words(process)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            raise InfrastructureError(
+                f"{argv[0]} did not end within {timeout:g} s",
+                remedy=remedy or "see the output above; a slower machine may need a longer time",
+                command=argv,
+                host="local",
+                stdout=stdout,
+                stderr=stderr,
+            ) from None
     done = Completed(stdout or "", stderr or "", process.returncode, time.monotonic() - begin)
     if check and done.returncode != 0:
         raise InfrastructureError(
@@ -238,4 +228,6 @@ def companion(
     try:
         yield process
     finally:
-        kill_group(process)
+        # Once it was seen to have ended, its number may belong to somebody else.
+        if process.returncode is None:
+            kill_group(process)

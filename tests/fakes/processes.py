@@ -1,0 +1,48 @@
+"""What tests of processes share: waiting for an end, and programs that stand in for real ones."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+#: Generous: a busy machine must not fail a test, and a test that succeeds does not wait.
+DEADLINE_S = 60.0
+
+
+def until(condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> bool:
+    """Whether the condition came true before the deadline."""
+    end = time.monotonic() + deadline_s
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def script(path: Path, text: str) -> Path:
+    """An executable shell script, without the shebang in `text`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def python(code: str, *arguments: str) -> subprocess.Popen[str]:
+    """A Python of this environment that runs `code`; its output is a pipe."""
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+    )
