@@ -160,6 +160,13 @@ def test_arms_with_boots_of_their_own_are_paired_across_boots() -> None:
     assert found.pairs.table["boot"].iloc[0] == "simulated-b01-direct+simulated-b01-queued"
 
 
+def test_boots_of_another_run_are_other_boots() -> None:
+    other = FOUR.assign(run_id="s", value=FOUR["value"] * 2)
+    found = stats.effect(pd.concat([FOUR, other]), "rtt_mean", "y", "x", draws=0)
+    assert found.boots == 4
+    assert stats.level_of(pd.concat([FOUR, other]), "rtt_mean", "x").boots == 4
+
+
 def test_one_boot_is_marked_and_one_block_has_no_interval() -> None:
     one = stats.effect(simulated(1, 6), "rtt_mean", "direct", "queued", draws=0)
     assert one.unit == "block"

@@ -42,6 +42,9 @@ BIN_ERROR = 1 / 128
 
 PARAM = "param_"
 
+#: What names a boot: within a run boots are numbered, so another run's `b01` is another boot.
+BOOT = ["run_id", "host", "boot"]
+
 _COLUMNS = (
     "run_id",
     "cell_id",
@@ -345,7 +348,7 @@ def pair(
             + (f": {_reasons(invalid)}" if invalid else ""),
             remedy="measure both arms",
         )
-    inside = _wide(rows, ["run_id", "host", "boot", "block", *points]).dropna()
+    inside = _wide(rows, [*BOOT, "block", *points]).dropna()
     across = inside.empty
     if across:
         inside = _wide(rows, ["run_id", "host", "block", *points]).dropna()
@@ -411,11 +414,11 @@ def _blocks(
     if across:
         label = _linked_boots(joined, blocks)
         blocks["boot"] = label
-    order = blocks.groupby(["host", "boot"])["started"].transform("min")
+    order = blocks.groupby(BOOT)["started"].transform("min")
     blocks = blocks.assign(first=order).sort_values(
-        ["first", "host", "boot", "started", "run_id", "block"], kind="stable"
+        ["first", *BOOT, "started", "block"], kind="stable"
     )
-    cluster, _ = pd.factorize(pd.MultiIndex.from_frame(blocks[["host", "boot"]]))
+    cluster, _ = pd.factorize(pd.MultiIndex.from_frame(blocks[BOOT]))
     blocks = blocks.drop(columns="first").assign(cluster=cluster).reset_index(drop=True)
     return blocks, len(joined), np.asarray(cluster, dtype=np.int64)
 
@@ -423,7 +426,7 @@ def _blocks(
 def _linked_boots(rows: pd.DataFrame, blocks: pd.DataFrame) -> list[str]:
     """For each block the name of its cluster: boots that share a block are linked."""
     block, _ = pd.factorize(pd.MultiIndex.from_frame(rows[["run_id", "host", "block"]]))
-    boot, _ = pd.factorize(pd.MultiIndex.from_frame(rows[["host", "boot"]]))
+    boot, _ = pd.factorize(pd.MultiIndex.from_frame(rows[BOOT]))
     many = int(block.max()) + 1
     size = many + int(boot.max()) + 1
     links = coo_array((np.ones(block.size), (block, many + boot)), shape=(size, size))

@@ -33,7 +33,7 @@ import pandas as pd
 from scipy import stats as sps
 
 from vringlab.analysis.boundaries import Spending, spent, t_limits
-from vringlab.analysis.pairing import Floats, Pairs, check_columns, pair
+from vringlab.analysis.pairing import BOOT, Floats, Pairs, check_columns, pair
 from vringlab.analysis.stats import Interval, mean_t
 from vringlab.errors import MeasurementInvalid, UserError
 
@@ -246,7 +246,7 @@ def _complete(samples: pd.DataFrame, plan: SequentialPlan) -> pd.DataFrame:
     if plan.unit == "block" or samples.empty:
         return samples
     last = samples.sort_values("started", kind="stable").iloc[-1]
-    boot = ((samples["host"] == last["host"]) & (samples["boot"] == last["boot"])).to_numpy()
+    boot = (samples[BOOT] == last[BOOT]).all(axis=1).to_numpy()
     if samples["block"][boot].nunique() < plan.blocks_per_boot:
         samples = samples[~boot]
     return samples
@@ -289,7 +289,7 @@ def decide(
         pairs = pair(whole, metric, arm, reference, params, workload)
     except MeasurementInvalid:
         # Too early to complain: a first boot may fail and the next ones work.
-        if whole["boot"].nunique() < FIRST_LOOK and whole["block"].nunique() < FIRST_LOOK:
+        if max(whole["boot"].nunique(), whole["block"].nunique()) < FIRST_LOOK:
             return _decision(plan, np.zeros(0), floor)
         raise
     means, notes = _counted(pairs, plan)

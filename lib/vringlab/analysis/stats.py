@@ -30,6 +30,7 @@ from scipy import stats as sps
 from vringlab.analysis.bootstrap import SEED, Hierarchy, draw_means, percentiles
 from vringlab.analysis.pairing import (
     BIN_ERROR,
+    BOOT,
     COUNTS,
     PARAM,
     Floats,
@@ -483,7 +484,7 @@ def level_of(
     _check_level(level)
     rows, _, _ = select(samples, metric, (arm,), params, workload)
     logs, _ = values_log(rows, metric)
-    means = pd.Series(logs).groupby([rows["host"].to_numpy(), rows["boot"].to_numpy()]).mean()
+    means = pd.Series(logs).groupby([rows[name].to_numpy() for name in BOOT]).mean()
     found = mean_t(np.asarray(means, dtype=np.float64))
     values = rows["value"].to_numpy(dtype=np.float64)
     return Level(
