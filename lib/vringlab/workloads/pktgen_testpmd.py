@@ -29,10 +29,7 @@ _OTHER_CPU = 1
 _MARGIN_S = 60.0
 #: VIRTIO_F_RING_PACKED (virtio 1.2, section 6).
 _PACKED_BIT = 34
-#: Each report of testpmd takes less than this for one port.
-_REPORT_BYTES = 1500
-#: Reports fetched beyond those of the run: the rates need some before it.
-_REPORTS_AROUND = 4
+#: From this length on, enough reports lie inside a run to leave those at its ends out.
 _LONG_RUN_S = 4.0 * STATS_PERIOD_S
 #: testpmd drops all of them: no such machine exists.
 _SINK_MAC = "52:54:00:76:6e:01"
@@ -160,6 +157,9 @@ class PktgenTestpmd:
         assert isinstance(params, PktgenParams)
         guest, host = lab.guest.machine, lab.host.machine
         mac = lab.guest.nics[params.nic]
+        # Reports from here on: earlier ones may show the run before.
+        log = f"{WORK}/testpmd.log"
+        size = host.start(["stat", "-c", "%s", log])
         done = guest.run(
             _setup_script(mac, device_settings(params)), timeout=_MARGIN_S, check=False
         )
@@ -174,6 +174,7 @@ class PktgenTestpmd:
                 stderr=done.stderr,
                 returncode=done.returncode,
             )
+        offset = int(size.wait(_MARGIN_S).stdout)
         device, virtio, features = ready.pop("device").split()
         reading = interrupts.parse(ready.pop("interrupts"))
         queue = interrupts.tx_queues(reading, virtio)[0]
@@ -188,12 +189,7 @@ class PktgenTestpmd:
         ).stdout
         # Of a long run the reports inside it are enough; of a short one the last is needed too.
         wait_s = STATS_PERIOD_S if duration_s < _LONG_RUN_S else 0
-        count = int(duration_s / STATS_PERIOD_S) + _REPORTS_AROUND
-        reports = host.run(
-            f"sleep {wait_s}; tail -c {count * _REPORT_BYTES * len(lab.guest.nics)} "
-            f"{WORK}/testpmd.log",
-            timeout=_MARGIN_S,
-        ).stdout
+        reports = host.run(f"sleep {wait_s}; tail -c +{offset + 1} {log}", timeout=_MARGIN_S).stdout
 
         found = sections(timed)
         ports = testpmd_output.parse(reports)
