@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vringlab import __version__
-from vringlab.errors import UserError, VringlabError
+from vringlab.errors import VringlabError
 
 if TYPE_CHECKING:
     from vringlab.campaign.experiment import Experiment
-    from vringlab.campaign.runner import RunResult, Session
+    from vringlab.campaign.runner import RunResult
     from vringlab.campaign.store import Store
 
 app = typer.Typer(
@@ -134,19 +133,17 @@ def run(
 
     Progress is shown as it goes. Ctrl-C keeps what is done; `vringlab resume` continues.
     """
-    from vringlab.campaign import experiment as experiments
-    from vringlab.campaign.plan import make_plan
+    from vringlab.campaign.experiment import parse_overrides
     from vringlab.campaign.store import Store
+    from vringlab.collect import check_host, plan_run
 
-    chosen = experiments.load(experiment)
-    if switch is SwitchName.reboot:
-        chosen = chosen.one_block_per_boot()
-    plan = make_plan(
-        chosen,
+    chosen, plan = plan_run(
+        experiment,
         profile.value,
         seed,
-        experiments.parse_overrides(param or []),
+        parse_overrides(param or []),
         [name for name in arms.split(",") if name],
+        switch.value,
     )
     if dry_run:
         from vringlab.campaign.progress import clock
@@ -155,11 +152,7 @@ def run(
             print(cell.cell_id)
         print(f"{len(plan.cells)} cells, timed windows {clock(plan.measuring_s)}")
         return
-    if host != "embedded":
-        raise UserError(
-            f"unknown host {host!r}",
-            remedy="use `embedded`; read a recorded run with `vringlab show PATH`",
-        )
+    check_host(host)
     with Store.create(plan) as store:
         _execute(chosen, store, host, switch)
 
@@ -180,26 +173,12 @@ def resume(
 
 
 def _execute(chosen: Experiment, store: Store, host: str, switch: SwitchName) -> None:
-    from vringlab.campaign import progress
     from vringlab.campaign.budget import table
-    from vringlab.campaign.runner import Interrupted, execute
-    from vringlab.campaign.session import open_session
-
-    plan = store.plan
-    needed = tuple(dict.fromkeys(cell.arm for cell in plan.cells))
-
-    def session() -> AbstractContextManager[Session]:
-        return open_session(
-            chosen,
-            needed,
-            host=host,
-            switch=switch.value,
-            on_step=lambda step: print(f"  {step}", file=sys.stderr, flush=True),
-        )
+    from vringlab.campaign.runner import Interrupted
+    from vringlab.collect import measure
 
     try:
-        with progress.auto() as display:
-            result = execute(store, session, display)
+        result = measure(chosen, store, host=host, switch=switch.value)
     except Interrupted as error:
         # Typer would end with this status too, but in silence.
         print(f"\nvringlab: {error}", file=sys.stderr)

@@ -1,0 +1,279 @@
+"""Getting a run: measured now, or read from a recording. For the command line and the notebooks.
+
+Collecting touches machines, judging only files. So a measured run is reloaded from disk before
+anybody looks at it, and a notebook that replays a recording goes the same way as one that
+measures.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from vringlab.analysis.frames import RunFrames, load_run
+from vringlab.campaign import experiment as experiments
+from vringlab.campaign import progress, store
+from vringlab.campaign.catalogue import find_run
+from vringlab.campaign.experiment import Experiment, Value
+from vringlab.campaign.plan import Cell, Plan, make_plan
+from vringlab.campaign.runner import RunResult, Session, execute
+from vringlab.campaign.store import Store
+from vringlab.errors import UserError
+from vringlab.settings import settings
+
+if TYPE_CHECKING:
+    from vringlab.transcript import OpenLab
+
+Switch = Literal["swap", "reboot"]
+OnStep = Callable[[str], None]
+
+#: Hosts that measure. `replay` and `replay:PATH` read instead.
+MEASURING = ("embedded",)
+REPLAY = "replay"
+
+
+def collect(
+    experiment: str,
+    *,
+    host: str = REPLAY,
+    profile: str = "quick",
+    seed: int = 1,
+    params: Mapping[str, Value | Sequence[Value]] | None = None,
+    arms: Sequence[str] = (),
+    switch: Switch = "swap",
+) -> RunFrames:
+    """A run of an experiment as data frames.
+
+    Args:
+        experiment: Name of the experiment.
+        host: `replay`: the recording that comes with the collection. `replay:PATH`: a run folder
+            or bundle, or the id of a run made here. `embedded`: measure now, with progress.
+        profile: How much to measure: `smoke`, `quick` or `full`. A recording has its own; when
+            it is another one, the run's notes say so.
+        seed: What the order of cells is drawn from.
+        params: Values by parameter that replace those of the experiment; of a recording, those
+            to keep.
+        arms: Arms to measure, or to keep; all of the profile's when empty. The reference and its
+            twin are always there.
+        switch: Load an arm by swapping its module, or in a fresh guest each time.
+
+    Raises:
+        UserError: an unknown host, experiment, profile, parameter or arm; or a recording that
+            is not there, not readable, of another experiment, or without what is asked for.
+        TransientError, InfrastructureError: a machine or tool failed; what is done is kept.
+        Interrupted: the kernel was interrupted; what is done is kept.
+    """
+    wanted = {name: _as_list(values) for name, values in (params or {}).items()}
+    if host == REPLAY or host.startswith(f"{REPLAY}:"):
+        run = load_run(recording(experiment, host))
+        return _as_asked(_checked(run, experiment), profile, wanted, arms)
+    check_host(host)
+    chosen, plan = plan_run(experiment, profile, seed, wanted, arms, switch)
+    with Store.create(plan) as opened:
+        measure(chosen, opened, host=host, switch=switch)
+        path = opened.path
+    return load_run(path)
+
+
+def check_host(host: str) -> None:
+    """Refuse a host that cannot measure, before anything is made.
+
+    Raises:
+        UserError: an unknown host.
+    """
+    if host not in MEASURING:
+        raise UserError(
+            f"unknown host {host!r}",
+            remedy="`embedded` measures here; `replay` and `replay:PATH` read a recorded run in a "
+            "notebook (on the command line: vringlab show PATH)",
+        )
+
+
+def plan_run(
+    experiment: str,
+    profile: str,
+    seed: int = 1,
+    params: Mapping[str, Sequence[Value]] | None = None,
+    arms: Sequence[str] = (),
+    switch: Switch = "swap",
+) -> tuple[Experiment, Plan]:
+    """What a run would measure, in which order; no machine is asked.
+
+    Raises:
+        UserError: an unknown experiment, profile, parameter, value or arm.
+    """
+    chosen = experiments.load(experiment)
+    if switch == "reboot":
+        chosen = chosen.one_block_per_boot()
+    return chosen, make_plan(chosen, profile, seed, params, arms)
+
+
+def measure(
+    experiment: Experiment,
+    opened: Store,
+    *,
+    host: str = "embedded",
+    switch: Switch = "swap",
+    on_step: OnStep | None = None,
+) -> RunResult:
+    """Measure what a run still lacks, with progress where the user is looking.
+
+    Args:
+        experiment: The run's experiment.
+        opened: The run, open for writing.
+        host: The KVM host.
+        switch: How an arm is loaded.
+        on_step: Told what is being prepared; printed when None.
+
+    Raises:
+        Interrupted: Ctrl-C, SIGTERM or SIGHUP; `str()` says how to continue.
+        UserError, TransientError, InfrastructureError: as for `runner.execute`.
+    """
+    # Machines' libraries are loaded only where a machine is asked for.
+    from vringlab.campaign import session
+
+    needed = tuple(dict.fromkeys(cell.arm for cell in opened.plan.cells))
+    told = on_step or print_step
+
+    def make() -> AbstractContextManager[Session]:
+        return session.open_session(experiment, needed, host=host, switch=switch, on_step=told)
+
+    with progress.auto() as display:
+        return execute(opened, make, display)
+
+
+def print_step(step: str) -> None:
+    """Print what is being prepared: beside the output, or in the cell of a notebook."""
+    # Notebooks show standard error in red, as if something were wrong.
+    stream = sys.stdout if progress.in_notebook() else sys.stderr
+    print(f"  {step}", file=stream, flush=True)
+
+
+def recording(experiment: str, host: str = REPLAY) -> Path:
+    """Folder of the recorded run that a `replay` host names.
+
+    A relative path is looked for from the working folder, then from the collection's: what runs
+    a notebook decides the working folder.
+
+    Raises:
+        UserError: there is none; the remedy says how to make one.
+    """
+    name = host.removeprefix(REPLAY).removeprefix(":")
+    if name:
+        for folder in (Path(name), settings().root / name):
+            if (folder / store.PLAN).is_file():
+                return folder
+        return find_run(name)
+    folder = settings().data / "recorded" / experiment
+    if not (folder / store.PLAN).is_file():
+        recorded = [path.parent.name for path in folder.parent.glob(f"*/{store.PLAN}")]
+        raise UserError(
+            f"no recording of experiment {experiment!r} comes with the collection",
+            remedy=f"there is one of: {', '.join(sorted(recorded)) or 'none'}; measure with "
+            "host='embedded', or name a run of yours: host='replay:RUN'",
+        )
+    return folder
+
+
+def open_lab(host: str = REPLAY, experiment: str = "vsock-direct-enqueue") -> OpenLab:
+    """A KVM host and a guest on it, to look around in; see `vringlab.transcript`.
+
+    Args:
+        host: `embedded` boots both; `replay` or `replay:PATH` answers from a recorded session.
+        experiment: The experiment whose arms can be loaded.
+
+    Raises:
+        UserError: an unknown host, or no recorded session.
+        TransientError, InfrastructureError: a machine or tool failed.
+    """
+    from vringlab import transcript
+
+    if host == REPLAY or host.startswith(f"{REPLAY}:"):
+        return transcript.replay(host.removeprefix(REPLAY).removeprefix(":"))
+    check_host(host)
+    return transcript.live(experiments.load(experiment), host, print_step)
+
+
+def _as_list(values: Value | Sequence[Value]) -> list[Value]:
+    return [values] if isinstance(values, str | int | float) else list(values)
+
+
+def _checked(run: RunFrames, experiment: str) -> RunFrames:
+    if run.plan.experiment != experiment:
+        raise UserError(
+            f"{run.path} is a run of experiment {run.plan.experiment!r}, not of {experiment!r}",
+            remedy="name a run of this experiment: vringlab list --runs",
+        )
+    if run.samples.empty:
+        raise UserError(
+            f"run {run.run_id} has no samples yet",
+            remedy=f"continue it: vringlab resume {run.run_id}",
+        )
+    return run
+
+
+def _as_asked(
+    run: RunFrames, profile: str, params: Mapping[str, Sequence[Value]], arms: Sequence[str]
+) -> RunFrames:
+    """A recording narrowed to what is asked for; what it cannot be is said in its notes."""
+    if profile not in experiments.PROFILES:
+        raise UserError(
+            f"unknown profile {profile!r}",
+            remedy=f"choose one of: {', '.join(experiments.PROFILES)}",
+        )
+    if params or arms:
+        run = _narrowed(run, params, arms)
+    if profile != run.plan.profile:
+        note = f"this recording is of profile {run.plan.profile}, and {profile} was asked for"
+        run = dataclasses.replace(run, notes=(*run.notes, note))
+    return run
+
+
+def _narrowed(
+    run: RunFrames, params: Mapping[str, Sequence[Value]], arms: Sequence[str]
+) -> RunFrames:
+    plan = run.plan
+    always = [name for name in (plan.reference, plan.twin) if name is not None]
+    unknown = [name for name in arms if name not in plan.arms]
+    if unknown:
+        raise UserError(
+            f"the recording has no arm {unknown[0]!r}",
+            remedy=f"its arms: {', '.join(plan.arms)}; host='embedded' measures others",
+        )
+    kept_arms = {*always, *arms} if arms else set(plan.arms)
+    for name, values in params.items():
+        known = dict.fromkeys(str(cell.params[name]) for cell in plan.cells if name in cell.params)
+        missing = [str(value) for value in values if str(value) not in known]
+        if missing or not values:
+            raise UserError(
+                f"the recording has no {name}={missing[0]}"
+                if known and missing
+                else f"the recording has no parameter {name!r} with a value",
+                remedy=f"it has {name}={', '.join(known)}"
+                if known
+                else f"its parameters: {', '.join(plan.params)}",
+            )
+
+    def kept(cell: Cell) -> bool:
+        # A workload that does not have the parameter is not asked about it, as in a plan.
+        return cell.arm_name in kept_arms and all(
+            str(cell.params[name]) in map(str, values)
+            for name, values in params.items()
+            if name in cell.params
+        )
+
+    cells = tuple(cell for cell in plan.cells if kept(cell))
+    names = {cell.cell_id for cell in cells}
+    samples, histograms = run.samples, run.histograms
+    return dataclasses.replace(
+        run,
+        plan=dataclasses.replace(
+            plan, cells=cells, arms=tuple(arm for arm in plan.arms if arm in kept_arms)
+        ),
+        samples=samples[samples["cell_id"].isin(names)].reset_index(drop=True),
+        histograms=histograms[histograms["cell_id"].isin(names)].reset_index(drop=True),
+    )
