@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Self
 
 import paramiko
+from paramiko.pkey import UnknownKeyType
 
 from vringlab.errors import InfrastructureError, TransientError, UserError
 from vringlab.transport.local import Completed
@@ -33,6 +34,10 @@ _CHUNK = 65536
 #: A command that is over its time is ended on the far side first; then we stop waiting.
 _GRACE_S = 10.0
 _RETRY_S = 0.1
+_ATTEMPT_S = 30.0
+_SEND_POLL_S = 0.005
+#: paramiko closes the channels of a lost connection a moment before it says that it is lost.
+_LOSS_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -63,14 +68,17 @@ def _command_text(command: Sequence[str] | str) -> str:
 class Process:
     """A command that runs on the far side while we go on.
 
-    Made by `Machine.start`. Its output is collected as it comes, so it never blocks on a full
-    window.
+    Made by `Machine.start`. Its output is collected, and its input handed over, whenever it is
+    waited for or looked at; both at once, so neither side can block the other.
     """
 
-    def __init__(self, machine: Machine, channel: paramiko.Channel, command: str) -> None:
+    def __init__(
+        self, machine: Machine, channel: paramiko.Channel, command: str, input: bytes
+    ) -> None:
         self._machine = machine
         self._channel = channel
         self._command = command
+        self._input = memoryview(input)
         self._out = bytearray()
         self._err = bytearray()
         self._begin = time.monotonic()
@@ -81,6 +89,11 @@ class Process:
         return self._out.decode(errors="replace")
 
     @property
+    def stdout_bytes(self) -> bytes:
+        """What it has printed so far, as it came."""
+        return bytes(self._out)
+
+    @property
     def stderr(self) -> str:
         """What it has printed on standard error so far."""
         return self._err.decode(errors="replace")
@@ -88,13 +101,30 @@ class Process:
     @property
     def running(self) -> bool:
         """Whether it has not ended yet (as far as we have heard)."""
-        self._drain(0.0)
+        self._exchange(0.0)
         return not self._channel.exit_status_ready()
 
-    def _drain(self, wait_s: float) -> None:
-        """Take what has come; wait up to `wait_s` for something to come."""
+    def _exchange(self, wait_s: float) -> None:
+        """Hand over input and take output; wait up to `wait_s` for something to come."""
         channel = self._channel
-        select.select([channel], [], [], max(0.0, wait_s))
+        while self._input and channel.send_ready():
+            try:
+                self._input = self._input[channel.send(bytes(self._input[:_CHUNK])) :]
+            except OSError:  # It ended without reading the rest; its status says why.
+                break
+            if not self._input:
+                channel.shutdown_write()
+        if self._input:
+            # paramiko does not say when the far side is ready for more.
+            wait_s = min(wait_s, _SEND_POLL_S)
+        if channel.closed or channel.eof_received:
+            # Its descriptor stays readable from here on, and would make us spin.
+            channel.status_event.wait(max(0.0, wait_s))
+        else:
+            # poll: select cannot see descriptors above 1023.
+            poll = select.poll()
+            poll.register(channel.fileno(), select.POLLIN)
+            poll.poll(max(0.0, wait_s) * 1000)
         while channel.recv_ready():
             self._out += channel.recv(_CHUNK)
         while channel.recv_stderr_ready():
@@ -110,18 +140,38 @@ class Process:
             stderr=self.stderr,
         )
 
+    def _status(self) -> int:
+        """Its exit status once it has ended; -1 when a signal ended it.
+
+        Raises:
+            TransientError: it was the connection that ended.
+        """
+        status = self._channel.recv_exit_status() if self._channel.exit_status_ready() else -1
+        # -1 is what paramiko says when no status came: the command died of a signal (which it
+        # does not tell), or the connection broke, which its thread may be finding out just now.
+        if status == -1 and not self._machine.outlives(_LOSS_S):
+            raise self._error(
+                "the connection was lost while the command ran",
+                "see whether the machine is still up; `vringlab resume` continues a run",
+            )
+        return status
+
     def wait_for(self, text: str, timeout: float) -> None:
         """Wait until standard output or error holds `text`.
 
         Raises:
-            InfrastructureError: it ended without, or the deadline passed.
+            InfrastructureError: it ended without.
+            TransientError: the deadline passed or the connection was lost.
         """
         deadline = time.monotonic() + timeout
-        while text not in self.stdout and text not in self.stderr:
+        wanted = text.encode()
+        while True:
             left = deadline - time.monotonic()
-            ended = self._channel.exit_status_ready()
-            self._drain(min(left, 0.5) if not ended else 0.0)
-            if text in self.stdout or text in self.stderr:
+            ended = self._channel.closed or (
+                self._channel.exit_status_ready() and self._channel.eof_received
+            )
+            self._exchange(min(left, 0.5) if not ended else 0.0)
+            if wanted in self._out or wanted in self._err:
                 return
             if ended:
                 raise InfrastructureError(
@@ -130,7 +180,7 @@ class Process:
                     host=self._machine.name,
                     stdout=self.stdout,
                     stderr=self.stderr,
-                    returncode=self._channel.recv_exit_status(),
+                    returncode=self._status(),
                 )
             if left <= 0:
                 raise self._error(
@@ -141,29 +191,26 @@ class Process:
     def wait(self, timeout: float) -> Completed:
         """Wait for its end; a return code of -1 says that a signal ended it.
 
+        Its channel is closed in any case: after the deadline it may still run, unheard.
+
         Raises:
             TransientError: the deadline passed or the connection was lost.
         """
         deadline = time.monotonic() + timeout
         channel = self._channel
-        while not (channel.closed or (channel.exit_status_ready() and channel.eof_received)):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise self._error(
-                    f"the command did not end within {timeout:g} s",
-                    "a slower machine may need a longer time; look at its load",
-                )
-            self._drain(min(left, 0.5))
-        self._drain(0.0)
-        # -1 is what paramiko says when no status came: the command died of a signal (which it
-        # does not tell), or the connection broke.
-        status = channel.recv_exit_status() if channel.exit_status_ready() else -1
-        channel.close()
-        if status == -1 and not self._machine.alive:
-            raise self._error(
-                "the connection was lost while the command ran",
-                "see whether the machine is still up; `vringlab resume` continues a run",
-            )
+        try:
+            while not (channel.closed or (channel.exit_status_ready() and channel.eof_received)):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise self._error(
+                        f"the command did not end within {timeout:g} s",
+                        "a slower machine may need a longer time; look at its load",
+                    )
+                self._exchange(min(left, 0.5))
+            self._exchange(0.0)
+            status = self._status()
+        finally:
+            channel.close()
         return Completed(self.stdout, self.stderr, status, time.monotonic() - self._begin)
 
     def close(self) -> None:
@@ -212,10 +259,22 @@ class Machine:
         """Whether the connection still stands."""
         return bool(self._transport.is_active())
 
+    def outlives(self, seconds: float) -> bool:
+        """Whether the connection still stands after `seconds`; says at once when it does not."""
+        self._transport.join(seconds)
+        return self.alive
+
     def _connect(self, timeout: float, via: Machine | None) -> paramiko.Transport:
         deadline = time.monotonic() + timeout
         kind, _, encoded = self.address.host_key.partition(" ")
-        expected = paramiko.PKey.from_type_string(kind, base64.b64decode(encoded))
+        try:
+            expected = paramiko.PKey.from_type_string(kind, base64.b64decode(encoded))
+        except (ValueError, EOFError, paramiko.SSHException, UnknownKeyType) as error:
+            raise UserError(
+                f"the host key expected of {self.name} is none: {self.address.host_key!r}",
+                remedy="give its type and base64, as in known_hosts: `ssh-ed25519 AAAA...`",
+                host=self.name,
+            ) from error
         try:
             key = paramiko.Ed25519Key.from_private_key_file(str(self.address.key))
         except (OSError, paramiko.SSHException) as error:
@@ -226,11 +285,14 @@ class Machine:
             ) from error
         last = "no attempt was made"
         while (left := deadline - time.monotonic()) > 0:
+            if via is not None and not via.alive:
+                raise self._lost(ConnectionError(f"{via.name}, on the way to it, is gone"))
+            # One attempt may not use up the whole deadline: a machine that is booting can
+            # swallow the first packets and would answer a second attempt at once.
+            attempt = min(left, _ATTEMPT_S)
+            begin = time.monotonic()
             transport: paramiko.Transport | None = None
             try:
-                # One attempt may not use up the whole deadline: a machine that is booting can
-                # swallow the first packets and would answer a second attempt at once.
-                attempt = min(left, 30.0)
                 transport = paramiko.Transport(self._socket(attempt, via))
                 transport.banner_timeout = attempt
                 transport.auth_timeout = attempt
@@ -245,19 +307,25 @@ class Machine:
                         "rebuilt while the machine ran; nothing was sent to it",
                         host=self.name,
                     )
+                begin = time.monotonic()
                 transport.auth_publickey(self.address.user, key)
-            except paramiko.AuthenticationException as error:
-                if transport is not None:
-                    transport.close()
-                raise InfrastructureError(
-                    f"{self.name} refused the key {self.address.key} for {self.address.user}",
-                    remedy="add the key to the account's authorized_keys",
-                    host=self.name,
-                ) from error
             except (OSError, EOFError, paramiko.SSHException) as error:
+                # paramiko reports a connection lost, or silent, at this point as a refusal too.
+                refused = (
+                    isinstance(error, paramiko.AuthenticationException)
+                    and transport is not None
+                    and transport.is_active()
+                    and time.monotonic() - begin < attempt
+                )
                 last = f"{type(error).__name__}: {error}"
                 if transport is not None:
                     transport.close()
+                if refused:
+                    raise InfrastructureError(
+                        f"{self.name} refused the key {self.address.key} for {self.address.user}",
+                        remedy="add the key to the account's authorized_keys",
+                        host=self.name,
+                    ) from error
                 time.sleep(min(_RETRY_S, max(0.0, deadline - time.monotonic())))
                 continue
             # A dead peer is noticed although nothing is sent for minutes.
@@ -272,7 +340,10 @@ class Machine:
     def _socket(self, timeout: float, via: Machine | None) -> socket.socket | paramiko.Channel:
         if via is not None:
             return via.open_tcp(self.address.host, self.address.port, timeout)
-        return socket.create_connection((self.address.host, self.address.port), timeout)
+        connection = socket.create_connection((self.address.host, self.address.port), timeout)
+        # Requests are small and follow each other: none may wait for an acknowledgement.
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
 
     def _lost(self, error: Exception) -> TransientError:
         return TransientError(
@@ -303,11 +374,18 @@ class Machine:
         deadline = time.monotonic() + timeout
         while True:
             try:
-                channel = self.open_tcp(host, port, timeout)
+                channel = self.open_tcp(host, port, max(0.1, deadline - time.monotonic()))
                 break
             except (OSError, EOFError, paramiko.SSHException) as error:
-                if time.monotonic() > deadline or not self.alive:
+                if not self.alive:
                     raise self._lost(error) from error
+                if time.monotonic() > deadline:
+                    raise TransientError(
+                        f"nothing answered on {host}:{port} of {self.name} within {timeout:g} s: "
+                        f"{error}",
+                        remedy="see whether the program that listens there is up",
+                        host=self.name,
+                    ) from error
                 time.sleep(_RETRY_S)
         ours, theirs = socket.socketpair()
         pumps = [
@@ -333,7 +411,7 @@ class Machine:
 
         Args:
             command: Argument vector, or shell text.
-            input: Its standard input, which is then closed.
+            input: Its standard input, which is then closed; handed over while it is waited for.
 
         Raises:
             TransientError: the connection is lost.
@@ -342,17 +420,11 @@ class Machine:
         try:
             channel = self._transport.open_session(timeout=60)
             channel.exec_command(text)
-            process = Process(self, channel, text)
-            view = memoryview(input)
-            while view:
-                # Output is drained between writes: the command may answer while it reads.
-                process._drain(0.0)
-                channel.settimeout(120)
-                view = view[channel.send(bytes(view[:_CHUNK])) :]
-            channel.shutdown_write()
+            if not input:
+                channel.shutdown_write()
         except (OSError, EOFError, paramiko.SSHException) as error:
             raise self._lost(error) from error
-        return process
+        return Process(self, channel, text, input)
 
     def run(
         self,
@@ -379,10 +451,12 @@ class Machine:
             TransientError: the connection was lost, or the deadline passed.
         """
         text = _command_text(command)
-        # Without a terminal, sshd leaves a command running when its channel closes.
-        bounded = f"exec timeout -s KILL {timeout:g} sh -c {shlex.quote(text)}"
+        # Without a terminal, sshd leaves a command running when its channel closes. A shell stays
+        # above it: killed, `timeout` has no exit status of its own, and the shell says 137.
+        bounded = f"timeout -s KILL {timeout:g} sh -c {shlex.quote(text)}; exit $?"
         done = self.start(bounded, input=input).wait(timeout + _GRACE_S)
-        if done.returncode == 137 and done.seconds >= timeout:
+        # The far side has a clock of its own.
+        if done.returncode == 137 and done.seconds >= 0.9 * timeout:
             raise TransientError(
                 f"the command did not end within {timeout:g} s",
                 remedy=remedy or "a slower machine may need a longer time; look at its load",
@@ -436,13 +510,16 @@ class Machine:
                 stderr=done.stderr,
                 returncode=done.returncode,
             )
-        return bytes(process._out)
+        return process.stdout_bytes
 
 
 def _pump(source: socket.socket | paramiko.Channel, sink: socket.socket | paramiko.Channel) -> None:
+    """Carry one direction to its end and hand the end on; the other direction may go on."""
     with contextlib.suppress(OSError, EOFError):
         while data := source.recv(_CHUNK):
             sink.sendall(data)
+        sink.shutdown(socket.SHUT_WR)
+        return
     for end in (source, sink):
         with contextlib.suppress(OSError, EOFError):
             end.close() if isinstance(end, paramiko.Channel) else end.shutdown(socket.SHUT_RDWR)
