@@ -160,6 +160,15 @@ def test_arms_with_boots_of_their_own_are_paired_across_boots() -> None:
     assert found.pairs.table["boot"].iloc[0] == "simulated-b01-direct+simulated-b01-queued"
 
 
+def test_a_block_split_between_boots_is_not_paired_where_others_are_whole() -> None:
+    # A guest died in the middle of block 9, and the rest of it ran in another boot.
+    split = small({("a", 9, "x"): [100.0], ("b", 9, "y"): [900.0]})
+    found = stats.effect(pd.concat([FOUR, split]), "rtt_mean", "y", "x", draws=0)
+    assert found.blocks == 4
+    assert found.pairs.unpaired == 2
+    assert not found.pairs.across_boots
+
+
 def test_boots_of_another_run_are_other_boots() -> None:
     other = FOUR.assign(run_id="s", value=FOUR["value"] * 2)
     found = stats.effect(pd.concat([FOUR, other]), "rtt_mean", "y", "x", draws=0)
