@@ -26,7 +26,8 @@ from vringlab.errors import UserError
 POWER = 0.8
 
 #: Spread of the log ratio from block to block that is assumed, and said to be assumed, where a
-#: run has too few blocks to show its own (nested emulated runs here had 5 to 15 %).
+#: run has too few blocks to show its own. A choice: the hand-measured nested pktgen runs, three
+#: per arm, spread by 9 and 14 % between runs; pinned physical hosts do far better.
 ASSUMED_SD = 0.05
 
 _MAX_BOOTS = 100_000
