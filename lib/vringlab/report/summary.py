@@ -325,7 +325,8 @@ def span(interval: Interval, unit: str, metric: str = "") -> str:
         return ""
     # Both ends in the unit of the upper one: a reader compares digits, not prefixes.
     number, _, name = amount(interval.high, unit, metric).partition(" ")
-    scale = interval.high / float(number) if float(number) else 1.0
+    # The number is rounded, the prefix is a power of ten.
+    scale = 10.0 ** round(np.log10(interval.high / float(number))) if float(number) else 1.0
     low = interval.low / scale
     return f"[{low:.0f}, {number}] {name}" if low >= 99.95 else f"[{_three(low)}, {number}] {name}"
 
@@ -341,7 +342,7 @@ def heading(run: RunFrames) -> str:
     cells = samples["cell_id"].nunique() if len(samples) else 0
     boots = samples[["host", "boot"]].drop_duplicates().shape[0] if len(samples) else 0
     blocks = samples["block"].nunique() if len(samples) else 0
-    size = f"n = {count(cells, 'sample')} in {count(blocks, 'block')} of {count(boots, 'boot')}"
+    size = f"n={count(cells, 'sample')} in {count(blocks, 'block')} of {count(boots, 'boot')}"
     if len(run.plan.cells) > cells:
         size += f" ({len(run.plan.cells)} samples planned)"
     return ", ".join([run.plan.base_kernel, host_text(run), size])
@@ -383,3 +384,24 @@ def ratio_text(row: ArmRow) -> str:
 def finite(value: float | None) -> float | None:
     """The value, or None where there is no number to show."""
     return value if value is not None and np.isfinite(value) else None
+
+
+def run_notes(summary: Summary) -> list[str]:
+    """What a reader should know of the run as a whole, one sentence each."""
+    run = summary.run
+    notes = []
+    if run.simulated:
+        notes.append("SIMULATED: every figure is a random number; nothing was measured.")
+    measured = set(run.samples["arm"])
+    missing = [arm for arm in arm_order(run) if arm not in measured]
+    if missing and len(run.samples):
+        notes.append(f"No sample of {', '.join(missing)} yet.")
+    done = int(run.samples["cell_id"].nunique()) if len(run.samples) else 0
+    if done < len(run.plan.cells):
+        notes.append(f"{done} of {len(run.plan.cells)} planned samples are there.")
+    if run.superseded:
+        notes.append(
+            f"{count(run.superseded, 'sample')} measured again because a guest died; "
+            "the first ones are in no table."
+        )
+    return [*notes, *(f"{note[0].upper()}{note[1:]}." for note in run.notes)]

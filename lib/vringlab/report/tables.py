@@ -24,11 +24,11 @@ from vringlab.report.summary import (
     ArmRow,
     Summary,
     amount,
-    arm_order,
     count,
     heading,
     ratio_text,
     reason_kinds,
+    run_notes,
     span,
     summarise,
 )
@@ -298,27 +298,6 @@ def invalid_notes(rows: Sequence[ArmRow]) -> list[str]:
             text += f" (the tool's {first[0].metric}, not to be used: {shown})"
         notes.append(text)
     return notes
-
-
-def run_notes(summary: Summary) -> list[str]:
-    """What a reader should know of the run as a whole, one sentence each."""
-    run = summary.run
-    notes = []
-    if run.simulated:
-        notes.append("SIMULATED: every figure is a random number; nothing was measured.")
-    measured = set(run.samples["arm"])
-    missing = [arm for arm in arm_order(run) if arm not in measured]
-    if missing and len(run.samples):
-        notes.append(f"No sample of {', '.join(missing)} yet.")
-    done = int(run.samples["cell_id"].nunique()) if len(run.samples) else 0
-    if done < len(run.plan.cells):
-        notes.append(f"{done} of {len(run.plan.cells)} planned samples are there.")
-    if run.superseded:
-        notes.append(
-            f"{count(run.superseded, 'sample')} measured again because a guest died; "
-            "the first ones are in no table."
-        )
-    return [*notes, *(f"{note[0].upper()}{note[1:]}." for note in run.notes)]
 
 
 def aligned(

@@ -1,0 +1,444 @@
+"""Panels with one row per arm: every sample, lines between samples of a block, an interval.
+
+Valid samples are filled; invalid ones are hollow crosses and in no interval. An interval that
+reaches beyond the panel ends in an arrow: with two boots it can be a hundred times as wide as
+the samples, and the samples shall stay readable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+from vringlab.analysis.pairing import Floats
+from vringlab.campaign.experiment import Value
+from vringlab.report.canvas import (
+    INK,
+    MUTED,
+    PAPER,
+    SMALL,
+    TEXT,
+    Look,
+    RunFigure,
+    Width,
+    line_inches,
+    looks,
+    sheet,
+    text_inches,
+    tidy_axes,
+    usable,
+    wrapped,
+)
+from vringlab.report.summary import ArmRow, Summary, amount, at, count, reason_kinds
+
+_ROW = 0.27
+_AXIS = 0.23
+_GAP = 0.12
+
+#: Share of the range of the samples by which an interval may widen a panel on either side.
+_WIDEN = 0.6
+
+
+@dataclass(frozen=True)
+class Column:
+    """One metric as a column of panels.
+
+    Attributes:
+        metric: Its name.
+        title: What it is, in the words of an axis.
+        log: Whether its axis is logarithmic.
+        zero: Whether its axis begins at 0.
+        shared: Whether all points have the same limits, so that they can be compared by eye.
+    """
+
+    metric: str
+    title: str
+    log: bool = False
+    zero: bool = False
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class _Panel:
+    column: Column
+    params: Mapping[str, Value]
+    rows: list[ArmRow]
+    samples: pd.DataFrame
+    scale: float
+    unit: str
+
+    @property
+    def valid(self) -> pd.DataFrame:
+        return self._finite(valid=True)
+
+    @property
+    def invalid(self) -> pd.DataFrame:
+        return self._finite(valid=False)
+
+    def _finite(self, valid: bool) -> pd.DataFrame:
+        rows = self.samples
+        kept: pd.DataFrame = rows[(rows["valid"] == valid) & np.isfinite(rows["value"])]
+        return kept
+
+
+def arm_panels(
+    summary: Summary,
+    workload: str,
+    columns: Sequence[Column],
+    title: str,
+    width: Width = "wide",
+    notes: bool = True,
+) -> RunFigure | None:
+    """A figure with a panel for each parameter point and metric; None without any sample.
+
+    Args:
+        summary: The run; only metrics that it has are drawn.
+        workload: The workload.
+        columns: Metrics.
+        title: Title of the figure.
+        width: Wide or narrow.
+        notes: Whether the caption is drawn.
+    """
+    there = summary.metrics(workload)
+    panels = [
+        _panel(summary, workload, params, column)
+        for params in summary.points(workload)
+        for column in columns
+        if column.metric in there
+    ]
+    panels = [panel for panel in panels if len(panel.samples) or panel.rows]
+    if not panels:
+        return None
+    used = len({panel.column.metric for panel in panels})
+    across = 1 if width == "narrow" else used if used > 1 else min(2, len(panels))
+    shown = looks(summary.run)
+    values = [_value_text(row) for panel in panels for row in panel.rows]
+    left = max(text_inches(row.arm, SMALL) for panel in panels for row in panel.rows) + 0.12
+    right = max(text_inches(text, SMALL) for text in values) + 0.15
+    room = usable(width)
+    inner = (room - left - across * right - (across - 1) * _GAP) / across
+    own_left = across > 1 and used == 1
+    if own_left:
+        inner -= left * (across - 1) / across
+    titles = [
+        wrapped(_panel_title(summary, workload, panel), inner + right, TEXT) for panel in panels
+    ]
+    head = line_inches(TEXT, max(len(lines) for lines in titles)) + 0.04
+    body = _ROW * len(summary.arms)
+    each = head + body + _AXIS + _GAP
+    down = -(-len(panels) // across)
+    caption = _caption(summary, panels)
+    made = sheet(
+        summary,
+        title,
+        each * down,
+        width,
+        detail=shared_text(summary, workload),
+        handles=_legend(panels),
+        caption=caption,
+        notes=notes,
+    )
+    limits = _limits(panels)
+    margin = (made.width - room) / 2
+    for place, panel in enumerate(panels):
+        row, column = divmod(place, across)
+        step = inner + right + _GAP + (left if own_left else 0)
+        x = margin + left + column * step
+        axes = made.axes(x, row * each + head, inner, body)
+        labels = own_left or column == 0
+        _draw(axes, panel, shown, limits[place], labels)
+        for number, line in enumerate(reversed(titles[place])):
+            axes.annotate(
+                line,
+                (0, 1),
+                xytext=(0, 3 + 72 * line_inches(TEXT, number)),
+                size=TEXT,
+                xycoords="axes fraction",
+                textcoords="offset points",
+                gid="panel-title",
+            )
+    return made.figure
+
+
+def _panel(summary: Summary, workload: str, params: Mapping[str, Value], column: Column) -> _Panel:
+    rows = summary.of(workload, params, column.metric)
+    here = at(summary.run.samples, workload, params)
+    samples = here[here["metric"] == column.metric]
+    unit = rows[0].unit if rows else ""
+    values = samples.loc[np.isfinite(samples["value"]), "value"]
+    if column.shared:
+        every = summary.run.samples
+        same = (every["workload"] == workload) & (every["metric"] == column.metric)
+        values = every.loc[same & np.isfinite(every["value"]), "value"]
+    typical = float(values.max()) if len(values) else 1.0
+    # The unit in which the largest value has one to three digits before the point.
+    number, _, name = amount(typical, unit, column.metric).partition(" ")
+    scale = 10.0 ** round(np.log10(typical / float(number))) if float(number) > 0 else 1.0
+    return _Panel(column, params, rows, samples, scale, name)
+
+
+def _panel_title(summary: Summary, workload: str, panel: _Panel) -> str:
+    label = summary.label(workload, panel.params)
+    unit = f" ({panel.unit}{', log axis' if panel.column.log else ''})"
+    return f"{label}: {panel.column.title}{unit}" if label else f"{panel.column.title}{unit}"
+
+
+def shared_text(summary: Summary, workload: str) -> str:
+    """The workload with the parameters that do not vary."""
+    shared = summary.shared(workload)
+    text = ", ".join(f"{name}={value}" for name, value in shared.items())
+    return f"{workload}, {text}" if text else workload
+
+
+def _value_text(row: ArmRow) -> str:
+    if row.level is not None:
+        return f"{amount(row.level.value, row.unit, row.metric)}  n={row.valid}"
+    return "all invalid" if row.invalid else "no sample"
+
+
+def _limits(panels: Sequence[_Panel]) -> list[tuple[float, float]]:
+    """Ends of each panel's axis in its scaled unit."""
+    own = [_span(panel) for panel in panels]
+    found = []
+    for panel, (low, high) in zip(panels, own, strict=True):
+        if panel.column.shared:
+            same = [
+                (span[0] * other.scale / panel.scale, span[1] * other.scale / panel.scale)
+                for other, span in zip(panels, own, strict=True)
+                if other.column == panel.column
+            ]
+            low, high = min(s[0] for s in same), max(s[1] for s in same)
+        found.append((low, high))
+    return found
+
+
+def _span(panel: _Panel) -> tuple[float, float]:
+    column = panel.column
+    values = panel.samples["value"].to_numpy(dtype=np.float64) / panel.scale
+    values = values[np.isfinite(values)]
+    if column.log:
+        values = values[values > 0]
+    if not values.size:
+        return (0.1, 10.0) if column.log else (0.0, 1.0)
+    turn: Callable[[Floats], Floats] = np.log if column.log else np.asarray
+    low, high = float(turn(values.min())), float(turn(values.max()))
+    # One value, or many equal ones, still need an axis around them.
+    pad = (high - low) or (0.5 if column.log else 0.2 * abs(high) or 1.0)
+    ends = [low, high]
+    for row in panel.rows:
+        if row.level is not None and row.level.interval.known:
+            bounds = np.array([row.level.interval.low, row.level.interval.high]) / panel.scale
+            ends += [float(end) for end in turn(np.maximum(bounds, 1e-300))]
+    low = max(min(ends), low - _WIDEN * pad) - 0.08 * pad
+    high = min(max(ends), high + _WIDEN * pad) + 0.08 * pad
+    if column.log:
+        return float(np.exp(low)), float(np.exp(high))
+    return (0.0 if column.zero else max(low, 0.0) if values.min() >= 0 else low), high
+
+
+def _draw(
+    axes: Axes,
+    panel: _Panel,
+    shown: Mapping[str, Look],
+    limits: tuple[float, float],
+    labels: bool,
+) -> None:
+    arms = [row.arm for row in panel.rows]
+    if panel.column.log:
+        axes.set_xscale("log")
+    axes.set_xlim(*limits)
+    axes.set_ylim(len(arms) - 0.5, -0.5)
+    tidy_axes(axes)
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.set_yticks(range(len(arms)), arms if labels else [""] * len(arms))
+    _ticks(axes, panel, limits)
+    places = _places(panel, arms)
+    _pair_lines(axes, panel, places)
+    for index, row in enumerate(panel.rows):
+        look = shown[row.arm]
+        _interval(axes, index, row, panel, look, limits)
+        mine = panel.valid[panel.valid["arm"] == row.arm]
+        axes.plot(
+            _inside(mine["value"] / panel.scale, limits),
+            places.loc[mine.index],
+            ls="",
+            marker=look.marker,
+            ms=4.2,
+            mfc=look.colour,
+            mec=PAPER,
+            mew=0.4,
+            gid=f"samples:{row.arm}",
+            zorder=4,
+        )
+        bad = panel.invalid[panel.invalid["arm"] == row.arm]
+        axes.plot(
+            _inside(bad["value"] / panel.scale, limits),
+            places.loc[bad.index],
+            ls="",
+            marker="X",
+            ms=6,
+            mfc="none",
+            mec=look.colour,
+            mew=0.9,
+            gid=f"invalid:{row.arm}",
+            zorder=4,
+        )
+        axes.annotate(
+            _value_text(row),
+            (1, index),
+            xytext=(8, 0),
+            textcoords="offset points",
+            xycoords=("axes fraction", "data"),
+            size=SMALL,
+            va="center",
+            gid="value",
+            color=INK if row.level is not None else MUTED,
+        )
+
+
+def _inside(values: pd.Series, limits: tuple[float, float]) -> Floats:
+    # A count of 0 has no place on a logarithmic axis: it stands at its left end.
+    return np.asarray(np.maximum(values.to_numpy(dtype=np.float64), limits[0]))
+
+
+def _places(panel: _Panel, arms: Sequence[str]) -> pd.Series:
+    """Where each sample stands across its row: by block, so that drift shows as a slope."""
+    blocks = sorted(set(panel.samples["block"]))
+    step = 0.62 / max(1, len(blocks) - 1)
+    rank = {block: place * step - 0.31 for place, block in enumerate(blocks)}
+    if len(blocks) == 1:
+        rank = {blocks[0]: 0.0}
+    index = {arm: place for place, arm in enumerate(arms)}
+    found = [
+        index[arm] + rank[block]
+        for arm, block in zip(panel.samples["arm"], panel.samples["block"], strict=True)
+    ]
+    return pd.Series(found, index=panel.samples.index, dtype=np.float64)
+
+
+def _pair_lines(axes: Axes, panel: _Panel, places: pd.Series) -> None:
+    lines = []
+    floor = axes.get_xlim()[0]
+    for _, block in panel.valid.groupby("block"):
+        if len(block) > 1:
+            y = places.loc[block.index].to_numpy()
+            x = np.maximum(block["value"].to_numpy() / panel.scale, floor)
+            order = np.argsort(y)
+            lines.append(np.column_stack([x[order], y[order]]))
+    width = 0.7 if len(lines) < 12 else 0.4
+    drawn = LineCollection(lines, colors=MUTED, linewidths=width, alpha=0.35, zorder=2)
+    drawn.set_gid("pairs")
+    axes.add_collection(drawn, autolim=False)
+
+
+def _interval(
+    axes: Axes,
+    index: int,
+    row: ArmRow,
+    panel: _Panel,
+    look: Look,
+    limits: tuple[float, float],
+) -> None:
+    if row.level is None:
+        return
+    value = row.level.value / panel.scale
+    axes.plot(
+        [value, value],
+        [index - 0.4, index + 0.4],
+        color=look.colour,
+        lw=2.2,
+        zorder=3,
+        solid_capstyle="butt",
+        gid=f"level:{row.arm}",
+    )
+    if not row.level.interval.known:
+        return
+    low, high = row.level.interval.low / panel.scale, row.level.interval.high / panel.scale
+    left, right = max(low, limits[0]), min(high, limits[1])
+    bar = Rectangle(
+        (left, index - 0.4), right - left, 0.8, fc=look.colour, alpha=0.2, lw=0, zorder=1
+    )
+    bar.set_gid(f"interval:{row.arm}")
+    axes.add_patch(bar)
+    for beyond, end, marker in ((low < left, 0.013, "<"), (high > right, 0.987, ">")):
+        if beyond:
+            axes.plot(
+                [end],
+                [index],
+                marker=marker,
+                ms=5,
+                color=look.colour,
+                zorder=5,
+                gid="beyond",
+                transform=axes.get_yaxis_transform(),
+            )
+
+
+def _ticks(axes: Axes, panel: _Panel, limits: tuple[float, float]) -> None:
+    low, high = limits
+    if panel.column.log:
+        decades = np.log10(high / low)
+        subs = (1.0,) if decades > 2.2 else (1.0, 3.0) if decades > 1.2 else (1.0, 2.0, 5.0)
+        axes.xaxis.set_major_locator(LogLocator(subs=subs, numticks=12))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _legend(panels: Sequence[_Panel]) -> list[Line2D | Patch]:
+    def dot(label: str, marker: str, face: str, size: float = 5.0) -> Line2D:
+        return Line2D([], [], ls="", marker=marker, ms=size, mfc=face, mec=MUTED, label=label)
+
+    handles: list[Line2D | Patch] = [dot("sample", "o", MUTED)]
+    rows = [row for panel in panels for row in panel.rows]
+    if any(row.level is not None for row in rows):
+        handles.append(Line2D([], [], color=MUTED, lw=2.2, label="geometric mean"))
+    if any(row.level is not None and row.level.interval.known for row in rows):
+        handles.append(Patch(fc=MUTED, alpha=0.25, label="95 % interval"))
+    if any(len(panel.valid["block"]) > panel.valid["block"].nunique() for panel in panels):
+        handles.append(Line2D([], [], color=MUTED, lw=0.8, alpha=0.5, label="one block"))
+    if any(len(panel.invalid) for panel in panels):
+        handles.append(dot("invalid sample", "X", "none", 6))
+    return handles
+
+
+def _caption(summary: Summary, panels: Sequence[_Panel]) -> str:
+    boots = max((row.level.boots for p in panels for row in p.rows if row.level), default=0)
+    parts = []
+    if boots > 1:
+        parts.append(
+            f"Bar: {100 * summary.level:g} % interval of the arm's geometric mean, "
+            f"t on {boots} boot means; an arrow: it reaches further."
+        )
+    elif boots == 1:
+        parts.append("One boot: no interval that would hold for another.")
+    if any(panel.column.log and (panel.valid["value"] == 0).any() for panel in panels):
+        parts.append("A count of 0 stands at the left end.")
+    parts += invalid_text([row for panel in panels for row in panel.rows])
+    return " ".join(parts)
+
+
+def invalid_text(rows: Sequence[ArmRow]) -> list[str]:
+    """Why samples are invalid, one sentence per kind of reason, over all points of a workload."""
+    reasons: dict[str, int] = {}
+    seen = set()
+    for row in rows:
+        key = (row.workload, str(dict(row.params)), row.arm)
+        if key not in seen:
+            seen.add(key)
+            for reason, number in row.reasons.items():
+                reasons[reason] = reasons.get(reason, 0) + number
+    return [
+        f"Invalid, in no interval: {count(number, 'sample')}, {reason}."
+        for reason, number in reason_kinds(reasons).items()
+    ]
