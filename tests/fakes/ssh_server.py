@@ -123,12 +123,12 @@ def _execute(
 
     def hand_over(stream: Any, send: Any) -> None:
         # Closed early, the command's next write gives it SIGPIPE.
-        with stream, contextlib.suppress(OSError):
+        with stream, contextlib.suppress(OSError, EOFError):
             while data := stream.read(_CHUNK):
                 send(data)
 
     def feed(stream: Any) -> None:
-        with contextlib.suppress(OSError), stream:
+        with contextlib.suppress(OSError, EOFError), stream:
             while data := channel.recv(_CHUNK):
                 stream.write(data)
 
@@ -282,7 +282,7 @@ class SshServer:
 
     def cut(self) -> None:
         for transport in self._transports:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, EOFError):
                 transport.sock.shutdown(socket.SHUT_RDWR)
 
     def _accept(self) -> None:

@@ -38,6 +38,8 @@ _ATTEMPT_S = 30.0
 _SEND_POLL_S = 0.005
 #: paramiko closes the channels of a lost connection a moment before it says that it is lost.
 _LOSS_S = 0.2
+#: What paramiko raises when a connection breaks, depending on where it notices.
+_LOST = (OSError, EOFError, paramiko.SSHException)
 
 
 @dataclass(frozen=True)
@@ -107,13 +109,12 @@ class Process:
     def _exchange(self, wait_s: float) -> None:
         """Hand over input and take output; wait up to `wait_s` for something to come."""
         channel = self._channel
-        while self._input and channel.send_ready():
-            try:
+        # Whoever ended without reading the rest, or broke the connection: its status says so.
+        with contextlib.suppress(*_LOST):
+            while self._input and channel.send_ready():
                 self._input = self._input[channel.send(bytes(self._input[:_CHUNK])) :]
-            except OSError:  # It ended without reading the rest; its status says why.
-                break
-            if not self._input:
-                channel.shutdown_write()
+                if not self._input:
+                    channel.shutdown_write()
         if self._input:
             # paramiko does not say when the far side is ready for more.
             wait_s = min(wait_s, _SEND_POLL_S)
@@ -125,10 +126,12 @@ class Process:
             poll = select.poll()
             poll.register(channel.fileno(), select.POLLIN)
             poll.poll(max(0.0, wait_s) * 1000)
-        while channel.recv_ready():
-            self._out += channel.recv(_CHUNK)
-        while channel.recv_stderr_ready():
-            self._err += channel.recv_stderr(_CHUNK)
+        # Receiving tells the far side that there is room again, which can fail too.
+        with contextlib.suppress(*_LOST):
+            while channel.recv_ready():
+                self._out += channel.recv(_CHUNK)
+            while channel.recv_stderr_ready():
+                self._err += channel.recv_stderr(_CHUNK)
 
     def _error(self, message: str, remedy: str) -> TransientError:
         return TransientError(
@@ -210,12 +213,13 @@ class Process:
             self._exchange(0.0)
             status = self._status()
         finally:
-            channel.close()
+            self.close()
         return Completed(self.stdout, self.stderr, status, time.monotonic() - self._begin)
 
     def close(self) -> None:
         """Give up on it: our end is closed, which ends a program that reads or writes."""
-        self._channel.close()
+        with contextlib.suppress(*_LOST):
+            self._channel.close()
 
 
 class Machine:
@@ -309,7 +313,7 @@ class Machine:
                     )
                 begin = time.monotonic()
                 transport.auth_publickey(self.address.user, key)
-            except (OSError, EOFError, paramiko.SSHException) as error:
+            except _LOST as error:
                 # paramiko reports a connection lost, or silent, at this point as a refusal too.
                 refused = (
                     isinstance(error, paramiko.AuthenticationException)
@@ -376,7 +380,7 @@ class Machine:
             try:
                 channel = self.open_tcp(host, port, max(0.1, deadline - time.monotonic()))
                 break
-            except (OSError, EOFError, paramiko.SSHException) as error:
+            except _LOST as error:
                 if not self.alive:
                     raise self._lost(error) from error
                 if time.monotonic() > deadline:
@@ -401,7 +405,8 @@ class Machine:
                 ours.close()
             with contextlib.suppress(OSError):
                 theirs.shutdown(socket.SHUT_RDWR)
-            channel.close()
+            with contextlib.suppress(*_LOST):
+                channel.close()
             for pump in pumps:
                 pump.join(timeout=5)
             theirs.close()
@@ -422,7 +427,7 @@ class Machine:
             channel.exec_command(text)
             if not input:
                 channel.shutdown_write()
-        except (OSError, EOFError, paramiko.SSHException) as error:
+        except _LOST as error:
             raise self._lost(error) from error
         return Process(self, channel, text, input)
 
@@ -515,11 +520,11 @@ class Machine:
 
 def _pump(source: socket.socket | paramiko.Channel, sink: socket.socket | paramiko.Channel) -> None:
     """Carry one direction to its end and hand the end on; the other direction may go on."""
-    with contextlib.suppress(OSError, EOFError):
+    with contextlib.suppress(*_LOST):
         while data := source.recv(_CHUNK):
             sink.sendall(data)
         sink.shutdown(socket.SHUT_WR)
         return
     for end in (source, sink):
-        with contextlib.suppress(OSError, EOFError):
+        with contextlib.suppress(*_LOST):
             end.close() if isinstance(end, paramiko.Channel) else end.shutdown(socket.SHUT_RDWR)
