@@ -29,8 +29,9 @@ _PAIR = re.compile(r"(\w{1,40}): ?(\S*)")
 
 #: Below this share of what was sent, what arrived is noise and not the stream.
 _EXERCISED_SHARE = 0.001
-#: How far apart the sender's and the receiver's rates may be, as a share of the larger.
-RATE_TOLERANCE = 0.2
+#: How far apart sent and received packets may be, as a share of the larger. A vhost-user queue
+#: loses nothing: only what is under way when testpmd's report is printed may be missing.
+COUNT_TOLERANCE = 0.05
 #: Share of the TX interrupts that must be on pktgen's vCPU ("same") or elsewhere ("other").
 PLACED_SHARE = 0.9
 #: With fewer interrupts than this their placement says nothing.
@@ -178,7 +179,7 @@ def pktgen_outcome(
     placed, warnings = _placement(tx_interrupts, irq, pktgen_cpu)
     short = window_problem(seen_s, asked_s)
     problems = [
-        *_path_problems(result, pps_rx),
+        *_path_problems(result, receiver.received),
         *placed,
         *([short] if short else []),
     ]
@@ -213,19 +214,19 @@ def _received_pps(receiver: PortSeries, seen_s: float) -> tuple[float, str]:
     return (receiver.received / seen_s if seen_s > 0 else 0.0), "packets over pktgen's time"
 
 
-def _path_problems(result: PktgenResult, pps_rx: float) -> list[str]:
+def _path_problems(result: PktgenResult, received: int) -> list[str]:
+    """Compare what was sent with what arrived in all: rates depend on when they were read."""
     problems = []
     if result.packets == 0 or result.pps == 0:
         problems.append("0 throughput: pktgen sent no packet")
-    elif pps_rx < _EXERCISED_SHARE * result.pps:
+    elif received < _EXERCISED_SHARE * result.packets:
         problems.append(
-            f"path not exercised: pktgen sent {result.packets} packets ({result.pps} a second), "
-            f"testpmd received {pps_rx:.0f} a second"
+            f"path not exercised: pktgen sent {result.packets} packets, testpmd received {received}"
         )
-    elif abs(pps_rx - result.pps) > RATE_TOLERANCE * max(pps_rx, result.pps):
+    elif abs(received - result.packets) > COUNT_TOLERANCE * max(received, result.packets):
         problems.append(
-            f"pktgen sent {result.pps} packets a second and testpmd received {pps_rx:.0f}: "
-            f"further apart than {RATE_TOLERANCE:.0%}"
+            f"pktgen sent {result.packets} packets and testpmd received {received}: further "
+            f"apart than {COUNT_TOLERANCE:.0%}"
         )
     if result.errors:
         problems.append(f"pktgen counted {result.errors} errors")

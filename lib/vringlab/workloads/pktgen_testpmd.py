@@ -19,7 +19,6 @@ from pydantic import Field
 from vringlab.errors import InfrastructureError
 from vringlab.lab.guest import WORK, VhostUserNic
 from vringlab.lab.lab import Lab
-from vringlab.lab.testpmd import STATS_PERIOD_S
 from vringlab.workloads import interrupts, pktgen_output, testpmd_output
 from vringlab.workloads.base import Outcome, Params
 
@@ -29,8 +28,9 @@ _OTHER_CPU = 1
 _MARGIN_S = 60.0
 #: VIRTIO_F_RING_PACKED (virtio 1.2, section 6).
 _PACKED_BIT = 34
-#: From this length on, enough reports lie inside a run to leave those at its ends out.
-_LONG_RUN_S = 4.0 * STATS_PERIOD_S
+#: More than a report takes for one port: with this much of the log from before the run, the last
+#: report before it is whole.
+_REPORT_BYTES = 4000
 #: testpmd drops all of them: no such machine exists.
 _SINK_MAC = "52:54:00:76:6e:01"
 
@@ -187,12 +187,18 @@ class PktgenTestpmd:
         timed = guest.run(
             _timed_script(device, irq, cpu, duration_s), timeout=duration_s + _MARGIN_S
         ).stdout
-        # Of a long run the reports inside it are enough; of a short one the last is needed too.
-        wait_s = STATS_PERIOD_S if duration_s < _LONG_RUN_S else 0
-        reports = host.run(f"sleep {wait_s}; tail -c +{offset + 1} {log}", timeout=_MARGIN_S).stdout
+        # The next report is the first with all that was sent; testpmd flushes each as a whole.
+        begin = max(0, offset - _REPORT_BYTES * len(lab.guest.nics))
+        reports = host.run(
+            f"n=$(grep -c '^Port stat' {log}); "
+            f"while [ $(grep -c '^Port stat' {log}) = $n ]; do busybox usleep 20000; done; "
+            f"busybox usleep 50000; tail -c +{begin + 1} {log}",
+            timeout=_MARGIN_S,
+            remedy="testpmd stopped printing reports; see whether it still runs",
+        ).stdout
 
         found = sections(timed)
-        ports = testpmd_output.parse(reports)
+        ports = testpmd_output.parse(testpmd_output.since(reports, offset - begin))
         port = lab.guest.testpmd_ports[params.nic]
         if port not in ports:
             raise InfrastructureError(

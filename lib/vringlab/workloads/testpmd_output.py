@@ -6,6 +6,7 @@ running totals and the rates since the report before.
 
 from __future__ import annotations
 
+import itertools
 import re
 import statistics
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from vringlab.errors import InfrastructureError
 
 _CSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
+_SCREEN = re.compile(r"\x1b\[2J")
 _BLOCK = re.compile(r"#+ NIC statistics for port (\d{1,5})\s+#+")
 _BLOCK_END = re.compile(r"^\s*#{20,}\s*$", re.MULTILINE)
 _PACKETS = re.compile(r"RX-packets:\s*(\d{1,20})")
@@ -65,6 +67,19 @@ class PortSeries:
 def strip_screen(text: str) -> str:
     """The text without terminal control sequences and carriage returns."""
     return _CSI.sub("", text).replace("\r", "")
+
+
+def since(text: str, offset: int) -> str:
+    """The part of a log from the last report that was complete at `offset` characters.
+
+    That report was printed before what began at `offset`, so its totals are the base of what
+    follows; reports before it may show an earlier run.
+    """
+    starts = [found.start() for found in _SCREEN.finditer(text)]
+    complete = [
+        start for start, end in itertools.pairwise([*starts, len(text) + 1]) if end <= offset
+    ]
+    return text[complete[-1] :] if complete else text
 
 
 def parse(text: str) -> dict[int, PortSeries]:
