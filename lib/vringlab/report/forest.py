@@ -319,7 +319,10 @@ def _legend(rows: Sequence[ArmRow]) -> list[Line2D | Patch]:
 
 def _caption(summary: Summary, rows: Sequence[ArmRow]) -> str:
     parts = ["Logarithmic axes: a change and its inverse are equally far from none."]
-    methods = sorted({row.effect.method for row in rows if row.effect is not None})
+    found = [row.effect for row in rows if row.effect is not None]
+    methods = sorted({one.method for one in found if one.interval.known})
+    if any(not one.interval.known for one in found):
+        parts.append("[n=1]: one block has no interval.")
     if methods:
         parts.append(
             f"Intervals: {100 * summary.level:g} %, from block-paired log ratios, "

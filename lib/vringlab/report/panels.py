@@ -272,12 +272,14 @@ def _draw(
             places.loc[mine.index],
             ls="",
             marker=look.marker,
-            ms=4.2,
+            # Many samples must not hide the interval, nor each other.
+            ms=4.2 if len(mine) <= 10 else 3.0 if len(mine) <= 25 else 2.2,
             mfc=look.colour,
             mec=PAPER,
-            mew=0.4,
+            mew=0.4 if len(mine) <= 25 else 0.2,
             gid=f"samples:{row.arm}",
-            zorder=4,
+            zorder=_above(len(mine)),
+            clip_on=False,
         )
         bad = panel.invalid[panel.invalid["arm"] == row.arm]
         axes.plot(
@@ -291,6 +293,7 @@ def _draw(
             mew=0.9,
             gid=f"invalid:{row.arm}",
             zorder=4,
+            clip_on=False,
         )
         axes.annotate(
             _value_text(row),
@@ -303,6 +306,10 @@ def _draw(
             gid="value",
             color=INK if row.level is not None else MUTED,
         )
+
+
+def _above(samples: int) -> float:
+    return 6.0 if samples <= 10 else 4.0
 
 
 def _inside(values: pd.Series, limits: tuple[float, float]) -> Floats:
@@ -351,24 +358,26 @@ def _interval(
     if row.level is None:
         return
     value = row.level.value / panel.scale
-    axes.plot(
-        [value, value],
-        [index - 0.4, index + 0.4],
-        color=look.colour,
-        lw=2.2,
-        zorder=3,
-        solid_capstyle="butt",
-        gid=f"level:{row.arm}",
-    )
+    # Above many samples, which would hide it, and below few, which it would hide.
+    for colour, width, name in ((PAPER, 3.4, "halo"), (INK, 1.8, f"level:{row.arm}")):
+        axes.plot(
+            [value, value],
+            [index - 0.4, index + 0.4],
+            color=colour,
+            lw=width,
+            zorder=5,
+            solid_capstyle="butt",
+            gid=name,
+        )
     if not row.level.interval.known:
         return
     low, high = row.level.interval.low / panel.scale, row.level.interval.high / panel.scale
     left, right = max(low, limits[0]), min(high, limits[1])
-    bar = Rectangle(
-        (left, index - 0.4), right - left, 0.8, fc=look.colour, alpha=0.2, lw=0, zorder=1
-    )
-    bar.set_gid(f"interval:{row.arm}")
-    axes.add_patch(bar)
+    for face, alpha, edge, zorder in ((look.colour, 0.22, 0.0, 1.0), ("none", 1.0, 0.9, 4.5)):
+        bar = Rectangle((left, index - 0.4), right - left, 0.8, zorder=zorder)
+        bar.set(facecolor=face, alpha=alpha, edgecolor=look.colour, linewidth=edge)
+        bar.set_gid(f"interval:{row.arm}")
+        axes.add_patch(bar)
     for beyond, end, marker in ((low < left, 0.013, "<"), (high > right, 0.987, ">")):
         if beyond:
             axes.plot(
@@ -402,9 +411,11 @@ def _legend(panels: Sequence[_Panel]) -> list[Line2D | Patch]:
     handles: list[Line2D | Patch] = [dot("sample", "o", MUTED)]
     rows = [row for panel in panels for row in panel.rows]
     if any(row.level is not None for row in rows):
-        handles.append(Line2D([], [], color=MUTED, lw=2.2, label="geometric mean"))
+        handles.append(
+            Line2D([], [], ls="", marker="|", ms=9, mew=2, color=INK, label="geometric mean")
+        )
     if any(row.level is not None and row.level.interval.known for row in rows):
-        handles.append(Patch(fc=MUTED, alpha=0.25, label="95 % interval"))
+        handles.append(Patch(fc=f"{MUTED}40", ec=MUTED, label="95 % interval"))
     if any(len(panel.valid["block"]) > panel.valid["block"].nunique() for panel in panels):
         handles.append(Line2D([], [], color=MUTED, lw=0.8, alpha=0.5, label="one block"))
     if any(len(panel.invalid) for panel in panels):

@@ -206,14 +206,20 @@ def at(samples: pd.DataFrame, workload: str, params: Mapping[str, Value]) -> pd.
     return rows
 
 
+def reason_kind(reason: str) -> str:
+    """A reason without its figures: reasons of one kind are told in one sentence."""
+    return _NUMBER.sub("#", reason)
+
+
 def reason_kinds(reasons: Mapping[str, int]) -> dict[str, int]:
     """Reasons that differ in their figures only, counted together under the first's words."""
-    shown: dict[str, str] = {}
-    counts: Counter[str] = Counter()
-    for reason, count in reasons.items():
-        key = _NUMBER.sub("#", reason)
-        counts[shown.setdefault(key, reason)] += count
-    return dict(counts)
+    groups: dict[str, list[str]] = {}
+    for reason in reasons:
+        groups.setdefault(reason_kind(reason), []).append(reason)
+    return {
+        one[0] if len(one) == 1 else f"such as: {one[0]}": sum(reasons[reason] for reason in one)
+        for one in groups.values()
+    }
 
 
 def metric_order(samples: pd.DataFrame, workload: str) -> list[str]:
@@ -323,6 +329,8 @@ def span(interval: Interval, unit: str, metric: str = "") -> str:
     """An interval of figures, `[493, 716] kpps`; empty when nothing is known."""
     if not interval.known:
         return ""
+    if interval.high > 1000 * interval.low:
+        return "[over x1000 wide]"
     # Both ends in the unit of the upper one: a reader compares digits, not prefixes.
     number, _, name = amount(interval.high, unit, metric).partition(" ")
     # The number is rounded, the prefix is a power of ten.
@@ -358,6 +366,10 @@ def host_text(run: RunFrames) -> str:
 
 def change_text(ratio: float) -> str:
     """A ratio as a change: `+62.8 %`; far from 1 as a factor or with more digits."""
+    if ratio > 1000:
+        return ">x1000"
+    if ratio < 0.001:
+        return "<-99.9 %"
     if ratio >= 10:
         return f"x{ratio:.3g}"
     if ratio < 0.1:

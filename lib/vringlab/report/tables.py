@@ -27,6 +27,7 @@ from vringlab.report.summary import (
     count,
     heading,
     ratio_text,
+    reason_kind,
     reason_kinds,
     run_notes,
     span,
@@ -271,25 +272,22 @@ def invalid_notes(rows: Sequence[ArmRow]) -> list[str]:
     Args:
         rows: Rows of one workload and point; those of one metric suffice.
     """
-    by_kind: defaultdict[str, dict[str, int]] = defaultdict(dict)
-    reasons: dict[str, int] = {}
     first = [row for row in rows if row.metric == rows[0].metric]
+    by_kind: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    reasons: defaultdict[str, dict[str, int]] = defaultdict(dict)
     for row in first:
         for reason, number in row.reasons.items():
-            reasons[reason] = reasons.get(reason, 0) + number
-    kinds = reason_kinds(reasons)
-    for row in first:
-        # The words of the first sample of a kind stand for all of it, in every arm.
-        for reason, number in row.reasons.items():
-            kind = next(k for k in kinds if len(reason_kinds({k: 1, reason: 1})) == 1)
+            kind = reason_kind(reason)
             by_kind[kind][row.arm] = by_kind[kind].get(row.arm, 0) + number
+            reasons[kind][reason] = reasons[kind].get(reason, 0) + number
     total = sum(row.invalid + row.valid for row in first)
     notes = []
     for kind, arms in by_kind.items():
         number = sum(arms.values())
         who = ", ".join(f"{arm} {each}" for arm, each in arms.items())
         share = f"all {number}" if number == total else f"{number} of {total}"
-        text = f"{share} samples invalid ({who}): {kind}"
+        (words,) = reason_kinds(reasons[kind])
+        text = f"{share} samples invalid ({who}): {words}"
         printed = [row.printed for row in first if row.printed is not None]
         if printed and len(by_kind) == 1:
             low, high = min(p[0] for p in printed), max(p[1] for p in printed)
