@@ -23,6 +23,7 @@ from vringlab.campaign.plan import Cell, Plan, make_plan
 from vringlab.campaign.runner import RunResult, Session, execute
 from vringlab.campaign.store import Store
 from vringlab.errors import UserError
+from vringlab.report.parameters import NotebookParameters
 from vringlab.settings import settings
 
 if TYPE_CHECKING:
@@ -34,6 +35,45 @@ OnStep = Callable[[str], None]
 #: Hosts that measure. `replay` and `replay:PATH` read instead.
 MEASURING = ("embedded",)
 REPLAY = "replay"
+
+
+class RunParameters(NotebookParameters):
+    """Parameters of a notebook that looks at one run; see `collect`.
+
+    Attributes:
+        host: `replay`, `replay:PATH` or `embedded`.
+        profile: How much to measure.
+        seed: What the order of cells is drawn from.
+        params: Values by parameter, one or a list; empty for the experiment's own.
+        arms: Arms; empty for the profile's own.
+        switch: How an arm is loaded.
+        figures_folder: Where to write figures; nowhere when None. A relative folder is meant
+            from the collection's.
+    """
+
+    host: str
+    profile: Literal["smoke", "quick", "full"]
+    seed: int
+    params: dict[str, Value | list[Value]]
+    arms: list[str]
+    switch: Switch
+    figures_folder: Path | None
+
+    def run(self, experiment: str) -> RunFrames:
+        """Collect a run of an experiment with these parameters.
+
+        Raises:
+            UserError, TransientError, InfrastructureError, Interrupted: as for `collect`.
+        """
+        return collect(
+            experiment,
+            host=self.host,
+            profile=self.profile,
+            seed=self.seed,
+            params=self.params,
+            arms=self.arms,
+            switch=self.switch,
+        )
 
 
 def collect(

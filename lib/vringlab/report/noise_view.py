@@ -1,0 +1,521 @@
+"""Is it noise? The A/A pair, power and sequential stopping of one question, as tables and figures.
+
+A question is one metric at one parameter point, one arm against the reference. What is simulated
+takes its spreads from the run and says that it is simulated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from vringlab.analysis.calibrate import METHODS, Scenario, calibrate
+from vringlab.analysis.frames import RunFrames
+from vringlab.analysis.pairing import point_text
+from vringlab.analysis.power import (
+    ASSUMED_SD,
+    POWER,
+    NoiseFloor,
+    RequiredN,
+    design_power,
+    noise_floor,
+    required_blocks,
+)
+from vringlab.analysis.sequential import EFFECT, OUTCOMES, SequentialPlan, walk
+from vringlab.analysis.simulate import Design, Noise
+from vringlab.analysis.stats import Effect, effect, mean_t
+from vringlab.analysis.units import metric as metric_spec
+from vringlab.analysis.wording import change, interval_text
+from vringlab.campaign.experiment import TWIN_SUFFIX, Value
+from vringlab.errors import UserError, VringlabError
+from vringlab.report.canvas import (
+    GRID,
+    INK,
+    MUTED,
+    RunFigure,
+    Width,
+    looks,
+    sheet,
+    style,
+    tidy_axes,
+)
+from vringlab.report.change_axis import set_change_axis
+from vringlab.report.summary import Summary, headline, sorted_points, summarise
+
+_PANEL = 2.6
+_LAYOUTS: dict[Scenario, str] = {"arm x boot": "in turns", "own boots": "own boots"}
+
+#: What each method takes for independent.
+_COUNTS = dict(
+    zip(METHODS, ("boots", "boots", "both", "blocks", "runs", "runs", "messages"), strict=True)
+)
+
+_SIMULATED = "SIMULATED with this run's spreads; no measurement."
+
+#: Effects that the power curves are drawn for.
+_BLUES = mpl.colormaps["Blues"]
+_RATIOS = (1.02, 1.05, 1.10, 1.20, 1.50)
+
+
+@dataclass(frozen=True)
+class Question:
+    """One comparison of a run.
+
+    Attributes:
+        run: The run.
+        workload: The workload.
+        params: The parameter point.
+        metric: The metric.
+        arm: The arm that is compared with the reference.
+        effect: Arm against reference.
+        noise: The A/A pair.
+    """
+
+    run: RunFrames
+    workload: str
+    params: dict[str, Value]
+    metric: str
+    arm: str
+    effect: Effect
+    noise: NoiseFloor
+
+    @property
+    def reference(self) -> str:
+        """The arm below the line."""
+        return self.run.plan.reference
+
+    @property
+    def spreads(self) -> tuple[float, float]:
+        """Spread of the log ratio per block and per boot, those of the noisier of the two pairs.
+
+        A spread that the run cannot show is `power.ASSUMED_SD` per block, and 0 per boot.
+        """
+        pairs = (self.effect, self.noise.effect)
+        blocks = [found.sd_block for found in pairs if np.isfinite(found.sd_block)]
+        boots = [found.sd_boot for found in pairs if np.isfinite(found.sd_boot)]
+        return max(blocks, default=ASSUMED_SD), max(boots, default=0.0)
+
+    @property
+    def blocks_per_boot(self) -> int:
+        """Blocks in each boot of the run."""
+        return max(1, round(self.effect.blocks / self.effect.boots))
+
+    def __str__(self) -> str:
+        """The question in one sentence."""
+        return (
+            f"{self.metric} of {self.workload} at {point_text(self.params)}: "
+            f"{self.arm} against {self.reference}, {self.effect.blocks} blocks in "
+            f"{self.effect.boots} boots"
+        )
+
+
+def question(
+    run: RunFrames, metric: str | None = None, arm: str | None = None, level: float = 0.95
+) -> Question:
+    """The first comparison of a run that has an effect and an A/A pair.
+
+    Args:
+        run: The run.
+        metric: Only this metric.
+        arm: Only this arm; else the last of the plan, which is the form that was merged.
+        level: Level of the intervals.
+
+    Raises:
+        UserError: the run has no such comparison; says why each was passed over.
+    """
+    plan = run.plan
+    arms = [name for name in reversed(plan.arms) if not name.endswith(TWIN_SUFFIX)]
+    arms = [name for name in arms if name != plan.reference and arm in (None, name)]
+    problems: dict[str, None] = {}
+    for workload in plan.workloads:
+        metrics = [metric] if metric is not None else headline(run.samples, workload)
+        for name in metrics:
+            for params in sorted_points(run, workload):
+                for chosen in arms:
+                    try:
+                        return Question(
+                            run,
+                            workload,
+                            dict(params),
+                            name,
+                            chosen,
+                            _effect(run, name, chosen, dict(params), workload, level),
+                            noise_floor(run.samples, name, plan.reference, params, level, workload),
+                        )
+                    except VringlabError as error:
+                        problems[error.message] = None
+    why = "; ".join(list(problems)[:3]) or f"no arm {arm!r}"
+    raise UserError(
+        f"run {run.run_id} has no comparison to look at: {why}",
+        remedy=f"arms: {', '.join(plan.arms)}; its metrics: "
+        f"{', '.join(dict.fromkeys(run.samples['metric']))}",
+    )
+
+
+def _effect(
+    run: RunFrames, metric: str, arm: str, params: dict[str, Value], workload: str, level: float
+) -> Effect:
+    plan = run.plan
+    return effect(
+        run.samples, metric, arm, plan.reference, params, level, draws=0, workload=workload
+    )
+
+
+# ------------------------------------------------------------------------------------ A/A pair
+
+
+def pair_table(asked: Question) -> pd.DataFrame:
+    """The A/A pair and the arm side by side: ratio, interval, and the spreads behind them."""
+    rows = [("equal arms", asked.noise.effect), (asked.arm, asked.effect)]
+    return pd.DataFrame(
+        {
+            "pair": [
+                f"{asked.reference}{TWIN_SUFFIX if name == 'equal arms' else ''}"
+                if name == "equal arms"
+                else name
+                for name, _ in rows
+            ],
+            "against": asked.reference,
+            "change": [change(found.ratio) for _, found in rows],
+            "95 % interval": [
+                interval_text(found.interval) if found.interval.known else "none: one boot"
+                for _, found in rows
+            ],
+            "spread per block": [_percent(found.sd_block) for _, found in rows],
+            "spread per boot": [_percent(found.sd_boot) for _, found in rows],
+        }
+    )
+
+
+def _percent(spread: float) -> str:
+    return f"{100 * spread:.1f} %" if np.isfinite(spread) else "not known"
+
+
+def floor_sentence(asked: Question) -> str:
+    """The noise floor, and what the run could have seen, as a sentence."""
+    least = asked.noise.smallest_detectable
+    seen = (
+        f"a change of {change(least)} or {change(1 / least)} is the smallest that a run like this "
+        f"one finds in {100 * POWER:.0f} % of the cases"
+        if np.isfinite(least)
+        else "with one boot no smallest detectable change can be given"
+    )
+    beyond = asked.effect.interval
+    log_floor = float(np.log(asked.noise.floor))
+    clear = beyond.known and (
+        np.log(max(beyond.low, 1e-300)) > log_floor or np.log(beyond.high) < -log_floor
+    )
+    found = str(asked.noise)
+    return (
+        f"{found[0].upper()}{found[1:]}; {seen}. The interval of {asked.arm} lies "
+        f"{'beyond' if clear else 'not beyond'} the noise floor."
+    )
+
+
+def block_figure(asked: Question, width: Width = "wide") -> RunFigure:
+    """The log ratio of every block, by boot: the equal arms on the left, the arm on the right."""
+    run = asked.run
+    summary = _summary(asked)
+    pairs = [
+        (run.plan.reference + TWIN_SUFFIX, asked.noise.effect, "two equal arms"),
+        (asked.arm, asked.effect, f"{asked.arm} against {asked.reference}"),
+    ]
+    handles: list[Line2D | Patch] = [
+        Line2D([], [], ls="", marker="o", color=MUTED, ms=5, label="a block"),
+        Line2D([], [], color=MUTED, lw=2.2, label="mean of a boot"),
+        Patch(fc=GRID, label="95 % interval of the equal arms"),
+    ]
+    with style():
+        made = sheet(
+            summary,
+            f"{asked.metric}: every block's ratio",
+            _PANEL + 0.8,
+            width,
+            detail=f"{asked.workload}, {point_text(asked.params)}",
+            handles=handles,
+            caption="Blocks of one boot share page placement, KASLR and timer phases, so they "
+            "lie together; the interval counts boots. Same scale on both sides.",
+        )
+        gap, left = 0.25, 0.95
+        each = (made.width - left - 0.15 - gap) / 2
+        values = np.concatenate([found.pairs.log_ratio for _, found, _ in pairs])
+        low, high = min(0.0, float(values.min())), max(0.0, float(values.max()))
+        pad = 0.12 * max(high - low, 0.02)
+        for place, (arm, found, title) in enumerate(pairs):
+            axes = made.axes(left + place * (each + gap), 0.25, each, _PANEL)
+            axes.set_title(title, loc="left", size=9.5, weight="bold")
+            _boots(axes, found, looks(run)[arm].colour)
+            _band(axes, asked.noise.effect)
+            axes.set_ylim(low - pad, high + pad)
+            set_change_axis(axes, "y")
+            if place:
+                axes.tick_params(labelleft=False)
+    return made.figure
+
+
+def _boots(axes: Axes, found: Effect, colour: str) -> None:
+    pairs = found.pairs
+    count = pairs.boots
+    for boot in range(count):
+        values = pairs.log_ratio[pairs.boot == boot]
+        spots = boot + np.linspace(-0.18, 0.18, len(values)) if len(values) > 1 else [boot]
+        axes.plot(spots, values, "o", color=colour, ms=5, alpha=0.75, mew=0, zorder=3)
+        axes.plot([boot - 0.3, boot + 0.3], [values.mean()] * 2, color=colour, lw=2.2, zorder=4)
+    axes.axhline(0, color=INK, lw=0.9, zorder=2)
+    axes.set_xlim(-0.6, count - 0.4)
+    axes.set_xticks(range(count), [str(boot + 1) for boot in range(count)])
+    axes.set_xlabel("boot")
+    tidy_axes(axes, grid="y")
+
+
+def _band(axes: Axes, equal: Effect) -> None:
+    if equal.interval.known:
+        low, high = np.log(max(equal.interval.low, 1e-300)), np.log(equal.interval.high)
+        axes.axhspan(low, high, color=GRID, lw=0, zorder=1)
+
+
+def _summary(asked: Question) -> Summary:
+    return summarise(asked.run, [])
+
+
+# ----------------------------------------------------------------------------- false positives
+
+
+def false_positives(asked: Question, datasets: int = 300, seed: int = 1) -> pd.DataFrame:
+    """How often common tests see a difference between equal arms, by layout and length.
+
+    SIMULATED, with the default spreads of `simulate.Noise`: no arm is better on average. The
+    layouts are all arms in each boot in turns, where an arm does a little better in one boot than
+    in another; and a boot of its own for each arm. Each is shown with the boots and blocks of
+    this run, and with five times the blocks.
+
+    Returns:
+        One row per method: what it counts as independent, and the share of data sets in which
+        equal arms came out different.
+    """
+    boots, blocks = max(2, asked.effect.boots), max(2, asked.blocks_per_boot)
+    designs = [Design(boots, blocks), Design(boots, 5 * blocks)]
+    found = calibrate(
+        datasets, seed, designs, list(_LAYOUTS), (), Noise(), more=1, sequential=False
+    ).false_positives
+    table = pd.DataFrame({"method": list(METHODS), "counts": [_COUNTS[m] for m in METHODS]})
+    for scenario, layout in _LAYOUTS.items():
+        for design in designs:
+            rows = found[(found["scenario"] == scenario) & (found["design"] == str(design))]
+            shares = rows.set_index("method").loc[list(METHODS), "rejected"]
+            table[f"{layout}, {design}"] = [f"{100 * share:.1f} %" for share in shares]
+    return table
+
+
+# --------------------------------------------------------------------------------------- power
+
+
+def needed(asked: Question, ratios: tuple[float, ...] = _RATIOS) -> pd.DataFrame:
+    """Boots and blocks that effects of several sizes need at this run's spreads."""
+    block, boot = asked.spreads
+    rows = []
+    for ratio in ratios:
+        found = _required(ratio, block, boot, asked.blocks_per_boot)
+        rows.append(
+            {
+                "change to be found": change(ratio),
+                "boots": found.boots if found else "over 100000",
+                "blocks in each": asked.blocks_per_boot,
+                "blocks": found.blocks if found else "",
+                "power": f"{100 * found.power:.0f} %" if found else "",
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def _required(ratio: float, block: float, boot: float, per_boot: int) -> RequiredN | None:
+    try:
+        return required_blocks(ratio, block, boot, per_boot)
+    except UserError:
+        return None
+
+
+def power_figure(
+    asked: Question,
+    *,
+    sd_block: float | None = None,
+    sd_boot: float | None = None,
+    blocks_per_boot: int | None = None,
+    ratios: tuple[float, ...] = _RATIOS,
+    max_boots: int = 20,
+    width: Width = "wide",
+) -> RunFigure:
+    """Power against the number of boots, one curve per size of the effect.
+
+    Args:
+        asked: The question, whose spreads hold where none are given.
+        sd_block: Spread of the log ratio per block.
+        sd_boot: Spread per boot.
+        blocks_per_boot: Blocks in each boot.
+        ratios: Effects.
+        max_boots: End of the axis.
+        width: Wide or narrow.
+    """
+    own_block, own_boot = asked.spreads
+    block = own_block if sd_block is None else sd_block
+    boot = own_boot if sd_boot is None else sd_boot
+    per_boot = blocks_per_boot or asked.blocks_per_boot
+    boots = np.arange(2, max_boots + 1)
+    # Pale for the smallest effect, dark for the largest.
+    colours = [_BLUES(0.35 + 0.65 * (place + 1) / len(ratios)) for place in range(len(ratios))]
+    with style():
+        made = sheet(
+            _summary(asked),
+            f"{asked.metric}: chance to find an effect",
+            _PANEL + 0.65,
+            width,
+            handles=[
+                Line2D([], [], color=colour, lw=2, label=change(ratio))
+                for ratio, colour in zip(ratios, colours, strict=True)
+            ],
+            detail=f"{per_boot} blocks per boot, spread {100 * block:.1f} % per block and "
+            f"{100 * boot:.1f} % per boot",
+            caption="Two-sided t test on boot means at 5 %, from the noncentral t distribution: "
+            f"reckoned, not measured. Dashed: {100 * POWER:.0f} %.",
+        )
+        axes = made.axes(0.75, 0.1, made.width - 0.95, _PANEL)
+        for ratio, colour in zip(ratios, colours, strict=True):
+            log_ratio = float(np.log(ratio))
+            curve = [design_power(log_ratio, int(n), per_boot, block, boot) for n in boots]
+            axes.plot(boots, curve, color=colour, lw=2, clip_on=False)
+        axes.axhline(POWER, color=MUTED, lw=0.9, ls=(0, (4, 3)))
+        axes.set_ylim(0, 1)
+        axes.set_xlim(2, max_boots)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlabel("boots")
+        tidy_axes(axes, grid="both")
+    return made.figure
+
+
+# ------------------------------------------------------------------------------------ stopping
+
+
+def stopping_plan(asked: Question, claimed: float, max_boots: int = 10) -> SequentialPlan:
+    """A plan that looks after each boot from the third on, for a claimed ratio."""
+    size = asked.blocks_per_boot
+    return SequentialPlan(max_boots * size, blocks_per_boot=size, claimed=claimed)
+
+
+def simulated_units(
+    asked: Question, ratio: float, boots: int, datasets: int = 1, seed: int = 1
+) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Boot means of log ratios with a true ratio and this run's spreads: (datasets, boots)."""
+    block, boot = asked.spreads
+    spread = float(np.sqrt(boot**2 + block**2 / asked.blocks_per_boot))
+    rng = np.random.default_rng(seed)
+    drawn = np.log(ratio) + spread * rng.standard_normal((datasets, boots))
+    return np.asarray(drawn, dtype=np.float64)
+
+
+def stopping_table(
+    asked: Question, claimed: float, max_boots: int = 10, datasets: int = 2_000, seed: int = 1
+) -> pd.DataFrame:
+    """Early stopping against measuring the whole budget, on the same simulated data.
+
+    SIMULATED with this run's spreads: equal arms, half of the claimed effect, all of it.
+    """
+    plan = stopping_plan(asked, claimed, max_boots)
+    rows = []
+    for name, ratio in (
+        ("none", 1.0),
+        ("half of the claim", float(np.sqrt(claimed))),
+        ("the claim", claimed),
+    ):
+        units = simulated_units(asked, ratio, max_boots, datasets, seed)
+        early, full = walk(units, plan), mean_t(units)
+        seen = early.outcome == EFFECT
+        rows.append(
+            {
+                "true effect": f"{name}: {change(ratio)}",
+                "found, stopping early": f"{100 * seen.mean():.1f} %",
+                "found, whole budget": f"{100 * (full.p() < plan.alpha).mean():.1f} %",
+                "boots used, mean": f"{early.units.mean():.1f} of {max_boots}",
+                "measuring saved": f"{100 * (1 - early.units.mean() / max_boots):.0f} %",
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def stopping_figure(
+    asked: Question,
+    claimed: float,
+    ratio: float | None = None,
+    max_boots: int = 10,
+    seed: int = 1,
+    width: Width = "wide",
+) -> RunFigure:
+    """One simulated campaign, look by look: the interval narrows until it decides.
+
+    Args:
+        asked: The question whose spreads are used.
+        claimed: Claimed ratio.
+        ratio: True ratio of the simulation; the claimed one when not given.
+        max_boots: Budget.
+        seed: What the campaign is drawn from.
+        width: Wide or narrow.
+    """
+    plan = stopping_plan(asked, claimed, max_boots)
+    true = claimed if ratio is None else ratio
+    units = simulated_units(asked, true, max_boots, 1, seed)
+    end = walk(units, plan)
+    stop, outcome = int(end.units[0]), OUTCOMES[int(end.outcome[0])]
+    with style():
+        made = sheet(
+            _summary(asked),
+            f"SIMULATED campaign: stops after {stop} of {max_boots} boots ({outcome})",
+            _PANEL + 0.65,
+            width,
+            detail=f"true change {change(true)}, claimed {change(claimed)}",
+            handles=[
+                Line2D([], [], color="#d55e00", lw=2.2, marker="o", label="looks until the stop"),
+                Line2D([], [], color=MUTED, lw=1.2, marker="o", label="what was not measured"),
+                Line2D([], [], color=INK, lw=0.9, ls=(0, (4, 3)), label="claimed"),
+            ],
+            caption=f"{_SIMULATED} Intervals hold together over all looks (95 %), which is why "
+            "they are wider than those of a single look.",
+        )
+        axes = made.axes(0.95, 0.1, made.width - 1.1, _PANEL)
+        reach = 2.5 * max(abs(np.log(claimed)), abs(np.log(true)), 0.05)
+        for look, limit in zip(plan.schedule, plan.limits, strict=True):
+            found = mean_t(units[:, :look])
+            mean, half = float(found.mean[0]), limit * float(found.se[0])
+            live = look <= stop
+            axes.errorbar(
+                [look],
+                [mean],
+                yerr=[[half], [half]],
+                fmt="o",
+                color="#d55e00" if live else MUTED,
+                lw=2.2 if live else 1.2,
+                ms=6 if live else 4,
+                zorder=4 if live else 3,
+            )
+        axes.axhline(0, color=INK, lw=0.9)
+        axes.axhline(np.log(claimed), color=INK, lw=0.9, ls=(0, (4, 3)))
+        axes.set_ylim(-reach, reach)
+        axes.set_xlim(plan.schedule[0] - 0.5, max_boots + 0.5)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlabel("boots measured")
+        set_change_axis(axes, "y")
+        tidy_axes(axes, grid="y")
+    return made.figure
+
+
+def better(asked: Question, percent: float) -> float:
+    """The ratio of an improvement of so many percent: above 1 where more is better, else below."""
+    up = metric_spec(asked.metric).direction == "higher"
+    return 1 + percent / 100 if up else 1 - percent / 100
