@@ -17,7 +17,18 @@ from vringlab.kernels.source import MODULES, ensure_source
 from vringlab.settings import settings
 
 SPEC = "debian:6.12"
-EXPERIMENTS = ("vsock-direct-enqueue", "virtio-net-napi-tx")
+EXPERIMENTS = (
+    "vsock-direct-enqueue",
+    "virtio-net-napi-tx",
+    "vhost-net-rx-poll",
+    "vsock-skb-merge",
+)
+SHIPPED = {
+    ("vsock-direct-enqueue", "direct"),
+    ("virtio-net-napi-tx", "stock"),
+    ("vhost-net-rx-poll", "shipped"),
+    ("vsock-skb-merge", "no-merge"),
+}
 ARMS = [
     ("vsock-direct-enqueue", "queued"),
     ("vsock-direct-enqueue", "rfc-v1"),
@@ -25,6 +36,11 @@ ARMS = [
     ("virtio-net-napi-tx", "stock"),
     ("virtio-net-napi-tx", "rfc"),
     ("virtio-net-napi-tx", "merged"),
+    ("vhost-net-rx-poll", "always-polling"),
+    ("vhost-net-rx-poll", "shipped"),
+    ("vhost-net-rx-poll", "2014"),
+    ("vsock-skb-merge", "no-merge"),
+    ("vsock-skb-merge", "merge"),
 ]
 
 # A cold cache fetches some 300 MB first.
@@ -82,8 +98,10 @@ def test_an_arm_compiles_without_warnings_for_the_very_kernel(
     assert module.warnings == ()
     assert module.vermagic.split()[0] == module.release == kernel.release
     assert len(bytes.fromhex(module.build_id)) == 20
-    shipped = name in ("direct", "stock")
-    assert module.patched_files == (() if shipped else MODULES[module.module].files)
+    sources = [file for file in MODULES[module.module].files if file.endswith(".c")]
+    expected = [] if (experiment, name) in SHIPPED else sources
+    assert list(module.patched_files) == expected
+    assert module.side == ("host" if experiment == "vhost-net-rx-poll" else "guest")
 
 
 def test_modinfo_says_the_same(
@@ -102,7 +120,13 @@ def test_modinfo_says_the_same(
 
 def test_arms_differ_in_build_id_and_in_code(built: dict[tuple[str, str], BuiltModule]) -> None:
     assert len({module.build_id for module in built.values()}) == len(ARMS)
-    assert len({module.text_sha256 for module in built.values()}) == len(ARMS)
+    # Two experiments on one module have its shipped code in common, and nothing else.
+    patched = {arm for arm in ARMS if arm not in SHIPPED}
+    codes = {module.text_sha256 for arm, module in built.items() if arm in patched}
+    shipped = {module.text_sha256 for arm, module in built.items() if arm in SHIPPED}
+    assert len(codes) == len(patched)
+    assert not codes & shipped
+    assert len(shipped) == len({built[arm].module for arm in SHIPPED})
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))
@@ -123,11 +147,11 @@ def test_an_unpatched_module_has_the_machine_code_of_the_distributions(
 def test_the_arms_as_shipped_are_just_that(
     built: dict[tuple[str, str], BuiltModule], root: BuildRoot
 ) -> None:
-    for (_, name), module in built.items():
+    for arm, module in built.items():
         shipped = root.shipped(MODULES[module.module])
         assert shipped is not None
-        same = ModuleFile.parse(shipped, name).text_sha256 == module.text_sha256
-        assert same == (name in ("direct", "stock"))
+        same = ModuleFile.parse(shipped, module.module).text_sha256 == module.text_sha256
+        assert same == (arm in SHIPPED)
 
 
 def test_a_second_build_finds_all_of_it(

@@ -293,8 +293,10 @@ def test_patches_of_one_arm_must_agree_on_the_module(data: Path) -> None:
 EXPECTED_ARMS = {
     "vsock-direct-enqueue": {"queued", "rfc-v1", "direct"},
     "virtio-net-napi-tx": {"stock", "rfc", "merged"},
+    "vhost-net-rx-poll": {"always-polling", "shipped", "2014"},
+    "vsock-skb-merge": {"no-merge", "merge"},
 }
-SHIPPED = {"direct", "stock"}
+SHIPPED = {"direct", "stock", "shipped", "no-merge"}
 
 
 @pytest.mark.parametrize("experiment", sorted(EXPECTED_ARMS))
