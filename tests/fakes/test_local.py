@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 import pytest
-from tests.fakes.processes import DEADLINE_S, alive, python, script, until
+from tests.fakes.processes import DEADLINE_S, alive, interrupted_after, python, script, until
 
 from vringlab.errors import InfrastructureError
 from vringlab.transport import local
-
-
-@contextlib.contextmanager
-def interrupted_after(seconds: float) -> Iterator[None]:
-    """Ctrl-C for this thread, later."""
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def pids(path: Path, count: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import threading
 from collections.abc import Coroutine, Mapping
@@ -16,6 +17,11 @@ from qemu.qmp.error import QMPError
 from vringlab.errors import InfrastructureError, TransientError
 
 T = TypeVar("T")
+
+_WIND_UP_S = 5.0
+
+#: Whatever fails here is raised as an error of ours; the library would print it besides.
+logging.getLogger("qemu.qmp").setLevel(logging.CRITICAL + 1)
 
 
 class Monitor:
@@ -40,12 +46,14 @@ class Monitor:
         try:
             self._client = self._call(self._connect(connection))
         except BaseException:
-            connection.close()
+            # In this order: the loop still watches the descriptor.
             self._stop()
+            connection.close()
             raise
 
     async def _connect(self, connection: socket.socket) -> QMPClient:
         client = QMPClient(self._name)
+        connection.setblocking(False)
         await client.connect(connection)
         return client
 
@@ -82,14 +90,28 @@ class Monitor:
         return [cpu["thread-id"] for cpu in sorted(found, key=lambda cpu: cpu["cpu-index"])]
 
     def close(self) -> None:
-        """Disconnect; QEMU goes on."""
+        """Disconnect; QEMU goes on. Repeating it does nothing."""
+        if self._loop.is_closed():
+            return
         with contextlib.suppress(InfrastructureError):
             self._call(self._client.disconnect())
         self._stop()
 
     def _stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=5)
+        """End the loop with all that still waits in it: QEMU may never say a word again."""
+
+        async def wind_up() -> None:
+            waiting = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in waiting:
+                task.cancel()
+            if waiting:
+                await asyncio.wait(waiting, timeout=_WIND_UP_S)
+            self._loop.stop()
+
+        if self._loop.is_closed():
+            return
+        self._loop.call_soon_threadsafe(lambda: self._loop.create_task(wind_up()))
+        self._thread.join(timeout=2 * _WIND_UP_S)
         if not self._thread.is_alive():
             self._loop.close()
 
