@@ -10,7 +10,8 @@ from IPython.display import display
 
 from vringlab.analysis.power import required_blocks
 from vringlab.errors import UserError
-from vringlab.report.noise_view import Question, better, power_figure, stopping_figure
+from vringlab.report.noise_view import Question
+from vringlab.report.power_view import better, power_figure, stopping_figure
 
 _WIDE = {"description_width": "13em"}
 _LAYOUT = widgets.Layout(width="34em")
