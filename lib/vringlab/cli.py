@@ -35,6 +35,10 @@ app = typer.Typer(
 )
 
 
+#: Budget of --until-decided, the boots of the full profile.
+_BUDGET_BOOTS = 10
+
+
 class ProfileName(StrEnum):
     """How much is measured."""
 
@@ -127,6 +131,17 @@ def run(
         typer.Option(help="Load an arm by swapping its module, or in a fresh guest each time."),
     ] = SwitchName.swap,
     seed: Annotated[int, typer.Option(help="What the order of the cells is drawn from.")] = 1,
+    boots: Annotated[
+        int | None,
+        typer.Option(min=1, help="Guest lifetimes; the profile's, or 10 with --until-decided."),
+    ] = None,
+    until_decided: Annotated[
+        bool,
+        typer.Option(
+            "--until-decided",
+            help="Stop as soon as all claims are decided, --boots at the latest; error rates kept.",
+        ),
+    ] = False,
     dry_run: Annotated[bool, typer.Option(help="Show the plan; measure nothing.")] = False,
 ) -> None:
     """Measure an experiment: stock against patched, with an A/A pair for the noise floor.
@@ -144,6 +159,7 @@ def run(
         parse_overrides(param or []),
         [name for name in arms.split(",") if name],
         switch.value,
+        boots or (_BUDGET_BOOTS if until_decided else None),
     )
     if dry_run:
         from vringlab.campaign.progress import clock
@@ -154,7 +170,7 @@ def run(
         return
     check_host(host)
     with Store.create(plan) as store:
-        _execute(chosen, store, host, switch)
+        _execute(chosen, store, host, switch, until_decided)
 
 
 @app.command()
@@ -162,23 +178,29 @@ def resume(
     run: Annotated[str, typer.Argument(help="Run id, its beginning, a path, or `last`.")] = "last",
 ) -> None:
     """Continue a run that was interrupted, with the host and switch it was begun with."""
+    from vringlab.analysis.judgement import SEQUENTIAL
     from vringlab.campaign import experiment as experiments
     from vringlab.campaign.catalogue import find_run, latest
     from vringlab.campaign.store import Store
 
     with Store.open(latest() if run == "last" else find_run(run)) as store:
         chosen = experiments.load(store.plan.experiment)
-        known = store.provenance().get("settings", {})
-        _execute(chosen, store, "embedded", SwitchName(known.get("switch", "swap")))
+        known = store.provenance()
+        switch = SwitchName(known.get("settings", {}).get("switch", "swap"))
+        _execute(chosen, store, "embedded", switch, SEQUENTIAL in known)
 
 
-def _execute(chosen: Experiment, store: Store, host: str, switch: SwitchName) -> None:
+def _execute(
+    chosen: Experiment, store: Store, host: str, switch: SwitchName, until_decided: bool
+) -> None:
+    from vringlab.analysis import judgement
     from vringlab.campaign.budget import table
     from vringlab.campaign.runner import Interrupted
-    from vringlab.collect import measure
+    from vringlab.collect import measure, print_step
 
+    until = judgement.until_decided(store, print_step) if until_decided else None
     try:
-        result = measure(chosen, store, host=host, switch=switch.value)
+        result = measure(chosen, store, host=host, switch=switch.value, until=until)
     except Interrupted as error:
         # Typer would end with this status too, but in silence.
         print(f"\nvringlab: {error}", file=sys.stderr)
@@ -197,11 +219,19 @@ def _point_on(result: RunResult) -> None:
 
 def _show(path: Path) -> None:
     from rich.console import Console
+    from rich.markup import escape
 
     from vringlab.analysis.frames import load_run
+    from vringlab.analysis.judgement import verdicts_of
     from vringlab.report.tables import arm_table
 
-    Console().print(arm_table(load_run(path)))
+    console = Console()
+    loaded = load_run(path)
+    console.print(arm_table(loaded))
+    console.print("\nVerdicts on the published claims", style="bold")
+    for verdict in verdicts_of(loaded):
+        rest = verdict.sentence.removeprefix(verdict.word)
+        console.print(f"  [bold]{verdict.word}[/bold]{escape(rest)}", highlight=False)
 
 
 @app.command()
@@ -233,6 +263,33 @@ def audit(
         print(dumps(findings_as_records(findings), indent=1))
     else:
         render(findings, Console())
+
+
+@app.command()
+def calibrate(
+    datasets: Annotated[
+        int, typer.Option(min=100, help="Simulated data sets for each noise and design.")
+    ] = 2000,
+    seed: Annotated[int, typer.Option(help="What they are drawn from.")] = 1,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    figure: Annotated[
+        Path | None, typer.Option(help="Write the figure here, .png or .svg.")
+    ] = None,
+) -> None:
+    """Simulate drivers that do not differ, and drivers that do: are the error rates kept?"""
+    from rich.console import Console
+
+    from vringlab.analysis.calibrate import calibrate as simulate
+    from vringlab.report import calibration_view
+
+    result = simulate(datasets=datasets, seed=seed)
+    if markdown:
+        print(calibration_view.markdown(result))
+    else:
+        Console().print(calibration_view.terminal(result))
+    if figure is not None:
+        figure.parent.mkdir(parents=True, exist_ok=True)
+        calibration_view.figure(result).savefig(figure, dpi=160, bbox_inches="tight")
 
 
 @app.command()

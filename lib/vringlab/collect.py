@@ -20,7 +20,7 @@ from vringlab.campaign import progress, store
 from vringlab.campaign.catalogue import find_run
 from vringlab.campaign.experiment import Experiment, Value
 from vringlab.campaign.plan import Cell, Plan, make_plan
-from vringlab.campaign.runner import RunResult, Session, execute
+from vringlab.campaign.runner import RunResult, Session, Until, execute
 from vringlab.campaign.store import Store
 from vringlab.errors import UserError
 from vringlab.report.parameters import NotebookParameters
@@ -140,13 +140,25 @@ def plan_run(
     params: Mapping[str, Sequence[Value]] | None = None,
     arms: Sequence[str] = (),
     switch: Switch = "swap",
+    boots: int | None = None,
 ) -> tuple[Experiment, Plan]:
     """What a run would measure, in which order; no machine is asked.
+
+    Args:
+        experiment: Name of the experiment.
+        profile: How much to measure.
+        seed: What the order of cells is drawn from.
+        params: Values by parameter that replace those of the experiment.
+        arms: Arms to measure; all of the profile's when empty.
+        switch: How an arm is loaded.
+        boots: Guest lifetimes; the profile's when None.
 
     Raises:
         UserError: an unknown experiment, profile, parameter, value or arm.
     """
     chosen = experiments.load(experiment)
+    if boots is not None:
+        chosen = chosen.with_boots(profile, boots)
     if switch == "reboot":
         chosen = chosen.one_block_per_boot()
     return chosen, make_plan(chosen, profile, seed, params, arms)
@@ -158,6 +170,7 @@ def measure(
     *,
     host: str = "embedded",
     switch: Switch = "swap",
+    until: Until | None = None,
     on_step: OnStep | None = None,
 ) -> RunResult:
     """Measure what a run still lacks, with progress where the user is looking.
@@ -167,6 +180,7 @@ def measure(
         opened: The run, open for writing.
         host: The KVM host.
         switch: How an arm is loaded.
+        until: Asked after each block whether to end the run; see `judgement.until_decided`.
         on_step: Told what is being prepared; printed when None.
 
     Raises:
@@ -183,7 +197,7 @@ def measure(
         return session.open_session(experiment, needed, host=host, switch=switch, on_step=told)
 
     with progress.auto() as display:
-        return execute(opened, make, display)
+        return execute(opened, make, display, until)
 
 
 def print_step(step: str) -> None:

@@ -99,7 +99,7 @@ class TransientError(InfrastructureError):
     kind = "transient error"
 
 
-class MeasurementInvalid(VringlabError):
+class MeasurementInvalid(VringlabError):  # noqa: N818 - the project's own word
     """A measurement was taken but means nothing; `message` is the reason kept with the sample."""
 
     exit_code = 5

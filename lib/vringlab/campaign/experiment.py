@@ -188,6 +188,17 @@ class Experiment(_Strict):
             )
         return self.profiles[name]
 
+    def with_boots(self, profile: str, boots: int) -> Experiment:
+        """The experiment with another number of guest lifetimes in one profile.
+
+        Raises:
+            UserError: an unknown profile, or no boot.
+        """
+        if boots < 1:
+            raise UserError(f"a run of {boots} boots measures nothing", remedy="give 1 or more")
+        changed = self.profile(profile).model_copy(update={"boots": boots})
+        return self.model_copy(update={"profiles": {**self.profiles, profile: changed}})
+
     def one_block_per_boot(self) -> Experiment:
         """The experiment with as many blocks, each a boot of its own.
 

@@ -11,9 +11,8 @@ import pandas as pd
 from IPython.display import Markdown, display
 from matplotlib.figure import Figure
 
-from vringlab.analysis.claims import load_claims
 from vringlab.analysis.frames import RunFrames
-from vringlab.analysis.verdicts import Verdict, judge_all
+from vringlab.analysis.judgement import verdicts_of as verdicts_of
 from vringlab.campaign.progress import clock
 from vringlab.errors import UserError
 from vringlab.report import canvas
@@ -64,11 +63,6 @@ def show_arms(run: RunFrames, metrics: Sequence[str] | None = None) -> Markdown:
     return Markdown(arm_table(run, metrics).markdown())  # type: ignore[no-untyped-call]  # IPython's
 
 
-def verdicts_of(run: RunFrames) -> list[Verdict]:
-    """All claims of the run's experiment, judged together by it."""
-    return judge_all(load_claims(run.plan.experiment), run.samples, run.provenance, draws=0)
-
-
 def about(run: RunFrames) -> pd.DataFrame:
     """Where and with what a run was measured, two columns; what is not known is left out."""
     known = run.provenance
@@ -91,7 +85,7 @@ def about(run: RunFrames) -> pd.DataFrame:
         total = float(sum(phases.values()))
         share = float(phases.get("measure", 0)) / total if total else 0.0
         facts["wall time"] = f"{clock(total)}, {100 * share:.0f} % of it in timed windows"
-    shown = {name: text for name, text in facts.items() if text not in ("", "None")}
+    shown = {name: text for name, text in facts.items() if str(text) not in ("", "None")}
     return pd.DataFrame({"what": list(shown), "": list(map(str, shown.values()))})
 
 
