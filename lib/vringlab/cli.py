@@ -169,6 +169,10 @@ def run(
         print(f"{len(plan.cells)} cells, timed windows {clock(plan.measuring_s)}")
         return
     check_host(host)
+    if until_decided:
+        from vringlab.analysis import judgement
+
+        judgement.asked(plan)
     with Store.create(plan) as store:
         _execute(chosen, store, host, switch, until_decided)
 

@@ -55,6 +55,22 @@ def decidable(claims: Sequence[Claim], plan: Plan) -> list[Claim]:
     ]
 
 
+def asked(plan: Plan) -> tuple[list[Claim], SequentialPlan]:
+    """The claims that a run can decide early, and its looks; call it before a run is made.
+
+    Raises:
+        UserError: no claim can be decided by this plan, or it has too few boots.
+    """
+    claims = decidable(load_claims(plan.experiment), plan)
+    if not claims:
+        raise UserError(
+            f"no standing claim of {plan.experiment} is about what this run measures",
+            remedy="measure the claims' arms and parameters (vringlab audit lists the claims), or "
+            "leave --until-decided out",
+        )
+    return claims, sequential_plan(plan)
+
+
 def until_decided(
     store: Store, tell: Callable[[str], None] = lambda _: None
 ) -> Callable[[Store], bool]:
@@ -67,16 +83,9 @@ def until_decided(
         tell: Told after each boot how many claims are decided.
 
     Raises:
-        UserError: no claim can be decided by this plan, or it has too few boots.
+        UserError: as for `asked`.
     """
-    claims = decidable(load_claims(store.plan.experiment), store.plan)
-    if not claims:
-        raise UserError(
-            f"no standing claim of {store.plan.experiment} is about what this run measures",
-            remedy="measure the claims' arms and parameters (vringlab audit lists the claims), or "
-            "leave --until-decided out",
-        )
-    looks = sequential_plan(store.plan)
+    claims, looks = asked(store.plan)
     store.update_provenance({SEQUENTIAL: asdict(looks)})
 
     def decided(opened: Store) -> bool:
@@ -84,13 +93,13 @@ def until_decided(
         run = load_run(opened.path)
         measured = set(run.samples["metric"])
         # A metric that no workload here gives would keep the run going for nothing.
-        asked = [claim for claim in claims if claim.metric in measured]
+        current = [claim for claim in claims if claim.metric in measured]
         open_ = [
             claim
-            for claim in asked
+            for claim in current
             if not decide_claim(claim, run.samples, looks, run.provenance)[0].stop
         ]
-        tell(f"{len(asked) - len(open_)} of {len(asked)} claims are decided")
+        tell(f"{len(current) - len(open_)} of {len(current)} claims are decided")
         return not open_
 
     return decided

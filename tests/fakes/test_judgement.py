@@ -1,0 +1,71 @@
+"""Claims judged after each block: what can be decided, when a run ends, and by which interval."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vringlab.analysis import judgement
+from vringlab.analysis.claims import load_claims
+from vringlab.analysis.frames import load_run
+from vringlab.campaign import experiment as experiments
+from vringlab.campaign.fake import FakeSession
+from vringlab.campaign.plan import Plan, make_plan
+from vringlab.campaign.runner import RunResult, execute
+from vringlab.campaign.store import Store
+from vringlab.errors import UserError
+
+NAME = "vsock-direct-enqueue"
+
+
+def plan_of(boots: int, arms: tuple[str, ...] = ("direct",), payload: int = 64) -> Plan:
+    chosen = experiments.load(NAME).with_boots("quick", boots)
+    return make_plan(chosen, "quick", 1, {"payload": [payload]}, arms)
+
+
+def run_of(tmp_path: Path, boots: int, effect: float, noise: float = 0.01) -> RunResult:
+    told: list[str] = []
+    with Store.create(plan_of(boots), tmp_path) as store:
+        result = execute(
+            store,
+            lambda: FakeSession(effects={"direct": effect}, noise=noise),
+            until=judgement.until_decided(store, told.append),
+        )
+    assert any("claims are decided" in line for line in told)
+    return result
+
+
+def test_only_standing_claims_about_what_is_measured_can_be_decided() -> None:
+    claims = load_claims(NAME)
+    found = judgement.decidable(claims, plan_of(10))
+    assert {claim.metric for claim in found} == {"rtt_p1", "rtt_mean", "rtt_p99"}
+    assert all(claim.status != "withdrawn" and claim.params["payload"] == 64 for claim in found)
+    # Nobody claims anything of this message size, and seed 000's own figures were withdrawn.
+    assert judgement.decidable(claims, plan_of(10, payload=3584)) == []
+    assert judgement.decidable(claims, plan_of(10, arms=("rfc-v1",))) == []
+    with pytest.raises(UserError, match="no standing claim"):
+        judgement.asked(plan_of(10, arms=("rfc-v1",)))
+
+
+def test_too_few_boots_cannot_stop_early() -> None:
+    with pytest.raises(UserError, match="deciding early needs"):
+        judgement.asked(plan_of(2))
+
+
+def test_clear_effect_ends_the_run_early_and_noise_does_not(tmp_path: Path) -> None:
+    clear = run_of(tmp_path / "clear", 10, effect=0.5)
+    assert clear.status == "decided"
+    assert clear.done < clear.total / 2
+    noisy = run_of(tmp_path / "noisy", 4, effect=1.0, noise=1.0)
+    assert noisy.done == noisy.total
+
+
+def test_decided_run_is_judged_by_its_looks(tmp_path: Path) -> None:
+    run = load_run(run_of(tmp_path, 10, effect=0.8).path)
+    verdicts = {verdict.claim.id: verdict for verdict in judgement.verdicts_of(run)}
+    assert set(verdicts) == {claim.id for claim in load_claims(NAME)}
+    early = {claim.id for claim in judgement.decidable(load_claims(NAME), run.plan)}
+    assert early
+    for name, verdict in verdicts.items():
+        assert verdict.evidence.basis.startswith("look") == (name in early)
