@@ -81,12 +81,14 @@ class Question:
     def spreads(self) -> tuple[float, float]:
         """Spread of the log ratio per block and per boot, those of the noisier of the two pairs.
 
-        A spread that the run cannot show is `power.ASSUMED_SD` per block, and 0 per boot.
+        With one block in each boot all spread is the boots', and that of blocks is 0. Where the run
+        shows neither, `power.ASSUMED_SD` is taken per block.
         """
         pairs = (self.effect, self.noise.effect)
         blocks = [found.sd_block for found in pairs if np.isfinite(found.sd_block)]
         boots = [found.sd_boot for found in pairs if np.isfinite(found.sd_boot)]
-        return max(blocks, default=ASSUMED_SD), max(boots, default=0.0)
+        assumed = 0.0 if boots else ASSUMED_SD
+        return max(blocks, default=assumed), max(boots, default=0.0)
 
     @property
     def blocks_per_boot(self) -> int:
@@ -274,13 +276,13 @@ def false_positives(asked: Question, datasets: int = 300, seed: int = 1) -> pd.D
     SIMULATED, with the default spreads of `simulate.Noise`: no arm is better on average. The
     layouts are all arms in each boot in turns, where an arm does a little better in one boot than
     in another; and a boot of its own for each arm. Each is shown with the boots and blocks of
-    this run, and with five times the blocks.
+    this run (two boots at least), and with five times the blocks.
 
     Returns:
         One row per method: what it counts as independent, and the share of data sets in which
         equal arms came out different.
     """
-    boots, blocks = max(2, asked.effect.boots), max(2, asked.blocks_per_boot)
+    boots, blocks = max(2, asked.effect.boots), asked.blocks_per_boot
     designs = [Design(boots, blocks), Design(boots, 5 * blocks)]
     found = calibrate(
         datasets, seed, designs, list(_LAYOUTS), (), Noise(), more=1, sequential=False

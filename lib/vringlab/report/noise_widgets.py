@@ -76,8 +76,8 @@ def explore_power(asked: Question) -> Any:
         {
             "percent": _slider("change to be found, %", 10, 1, 80, 1),
             "per_boot": _counter("blocks per boot", asked.blocks_per_boot, 1, 20),
-            "block": _slider("spread per block, %", 100 * block, 0.5, 60, 0.5),
-            "boot": _slider("spread per boot, %", 100 * boot, 0, 60, 0.5),
+            "block": _slider("spread per block, %", 100 * block, 0, 60, 0.5),
+            "boot": _slider("spread per boot, %", 100 * boot, 0.5, 60, 0.5),
         },
     )
 
