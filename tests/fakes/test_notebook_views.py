@@ -20,7 +20,7 @@ from vringlab.campaign.runner import execute
 from vringlab.campaign.store import Store
 from vringlab.collect import RunParameters
 from vringlab.errors import UserError
-from vringlab.report import noise_view, notebook, power_view, verdict_view
+from vringlab.report import noise_view, noise_widgets, notebook, power_view, verdict_view
 from vringlab.report.canvas import RunFigure
 from vringlab.report.change_axis import change_ticks
 
@@ -161,6 +161,24 @@ def test_ticks_are_round_changes_well_apart(low: float, high: float) -> None:
     assert (np.diff(places) > (high - low) / 8).all()
     assert (0.0 in ticks) == (low <= 0 <= high)
     assert ticks.get(0.0, "0 %") == "0 %"
+
+
+def test_sliders_begin_at_the_spreads_of_the_run_and_draw_again_when_moved(
+    quick: RunFrames, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = noise_view.question(quick)
+    panel = noise_widgets.explore_power(asked)
+    change, _, block, _ = panel.children[:4]
+    assert block.value == pytest.approx(100 * asked.spreads[0])
+    assert "for a change of +10.0 %" in capsys.readouterr().out
+    change.value = 30
+    assert "for a change of +30.0 %" in capsys.readouterr().out
+    block.value = 0
+    panel.children[3].value = 0.5
+    assert "needed" not in capsys.readouterr().err
+    stopping = noise_widgets.explore_stopping(asked)
+    stopping.children[0].value = 20
+    assert "Figure" in capsys.readouterr().out
 
 
 # Verdicts

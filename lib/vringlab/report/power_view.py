@@ -22,7 +22,7 @@ from vringlab.errors import UserError
 from vringlab.report.canvas import INK, MUTED, RunFigure, Width, sheet, style, tidy_axes
 from vringlab.report.change_axis import set_change_axis
 from vringlab.report.noise_view import Question
-from vringlab.report.summary import summarise
+from vringlab.report.summary import count, summarise
 
 _PANEL = 2.6
 _SIMULATED = "SIMULATED with this run's spreads; no measurement."
@@ -102,7 +102,7 @@ def power_figure(
                 Line2D([], [], color=colour, lw=2, label=change(ratio))
                 for ratio, colour in zip(ratios, colours, strict=True)
             ],
-            detail=f"{per_boot} blocks per boot, spread {100 * block:.1f} % per block and "
+            detail=f"{count(per_boot, 'block')} per boot, spread {100 * block:.1f} % per block and "
             f"{100 * boot:.1f} % per boot",
             caption="Two-sided t test on boot means at 5 %, from the noncentral t distribution: "
             f"reckoned, not measured. Dashed: {100 * POWER:.0f} %.",
