@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -67,7 +68,6 @@ _STYLE: dict[str, Any] = {
     "savefig.facecolor": "auto",
     # Hinted glyphs are wider than they are measured, and differ with the resolution.
     "text.hinting": "none",
-    "text.hinting_factor": 1,
     "svg.fonttype": "path",
     # The same figure gives the same bytes.
     "svg.hashsalt": "vringlab",
@@ -349,6 +349,38 @@ def tidy_axes(axes: Axes, *, grid: Literal["x", "y", "both"] = "x") -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(length=2.5, width=0.7, pad=2)
+
+
+# Rounder first; a level is taken as far as there is room.
+_MANTISSAS = ((1.0,), (3.0,), (2.0, 5.0), (1.5, 7.0), (1.2, 2.5, 4.0, 6.0, 8.0, 9.0))
+
+
+def log_ticks(low: float, high: float, width: float, each: float = 0.6) -> list[float]:
+    """Round ticks of a logarithmic axis, as many as there is room for.
+
+    Args:
+        low: Lower end of the axis, above 0.
+        high: Upper end.
+        width: Length of the axis in inches.
+        each: Room for a label in inches.
+    """
+    span = np.log(high / low)
+    if not span > 0:
+        return [low]
+    exponents = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
+    # Powers of ten keep equal steps when there are too many of them.
+    step = max(1, int(np.ceil(each * len(exponents) / width)))
+    kept: list[float] = []
+    for level in _MANTISSAS:
+        for exponent in exponents:
+            for mantissa in level:
+                tick = mantissa * 10.0**exponent
+                if not low <= tick <= high or (level == (1.0,) and exponent % step):
+                    continue
+                near = min((abs(np.log(tick / other)) for other in kept), default=np.inf)
+                if near * width / span >= each:
+                    kept.append(tick)
+    return sorted(kept) or [float(f"{np.sqrt(low * high):.2g}")]
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:

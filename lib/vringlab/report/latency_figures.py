@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
 from vringlab.analysis.pairing import Floats
 from vringlab.analysis.quantiles import quantile
@@ -31,6 +31,7 @@ from vringlab.report.canvas import (
     RunFigure,
     Width,
     line_inches,
+    log_ticks,
     looks,
     sheet,
     text_inches,
@@ -169,7 +170,7 @@ def distributions(
         below = panel if across == 1 else 0.0
         first = made.axes(margin + left, top, inner, _HEIGHT)
         second = made.axes(margin + left + step, top + below, inner, _HEIGHT)
-        _cumulative(first, found, shown)
+        _cumulative(first, found, shown, inner)
         _percentiles(second, found, shown)
         for number, line in enumerate(reversed(titles[row])):
             first.annotate(
@@ -203,7 +204,9 @@ def _strokes(axes: Axes, arm: str, one: Curve, look: Look, x: Floats, y: Floats)
     axes.plot(x, y, gid=f"{'curve' if one.valid else 'invalid'}:{arm}", zorder=3, **style)
 
 
-def _cumulative(axes: Axes, found: Mapping[str, Curve], shown: Mapping[str, Look]) -> None:
+def _cumulative(
+    axes: Axes, found: Mapping[str, Curve], shown: Mapping[str, Look], inches: float
+) -> None:
     axes.set_xscale("log")
     for arm, one in found.items():
         if one.valid and one.samples > 1:
@@ -218,7 +221,7 @@ def _cumulative(axes: Axes, found: Mapping[str, Curve], shown: Mapping[str, Look
     high = max(float(one.times[one.chances <= 0.999].max()) for one in found.values())
     if np.isfinite(low) and high > low:
         axes.set_xlim(low / 1.05, high * 1.05)
-    _time_axis(axes, "x")
+    _time_axis(axes, "x", inches)
     axes.set_xlabel("round-trip time, log axis", fontsize=SMALL, labelpad=1)
     tidy_axes(axes, grid="both")
 
@@ -239,7 +242,7 @@ def _percentiles(axes: Axes, found: Mapping[str, Curve], shown: Mapping[str, Loo
     names = ["0", "50", *(_percent(n) for n in range(1, max(1, nines) + 1))]
     axes.set_xticks(places, names)
     axes.xaxis.set_minor_locator(NullLocator())
-    _time_axis(axes, "y")
+    _time_axis(axes, "y", _HEIGHT)
     axes.set_xlabel("percentile", fontsize=SMALL, labelpad=1)
     axes.set_ylabel("")
     tidy_axes(axes, grid="both")
@@ -249,16 +252,10 @@ def _percent(nines: int) -> str:
     return f"{100 * (1 - 10.0**-nines):.{max(0, nines - 2)}f}"
 
 
-def _time_axis(axes: Axes, which: str) -> None:
+def _time_axis(axes: Axes, which: Literal["x", "y"], inches: float) -> None:
     axis = axes.xaxis if which == "x" else axes.yaxis
     low, high = axes.get_xlim() if which == "x" else axes.get_ylim()
-    decades = np.log10(high / low)
-    subs: tuple[float, ...] = (
-        (1.0,) if decades > 3 else (1.0, 3.0) if decades > 1.5 else (1.0, 2.0, 5.0)
-    )
-    if decades < 0.6:
-        subs = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0)
-    axis.set_major_locator(LogLocator(subs=subs, numticks=12))
+    axis.set_major_locator(FixedLocator(log_ticks(low, high, inches, 0.7 if which == "x" else 0.3)))
     axis.set_minor_formatter(NullFormatter())
     axis.set_major_formatter(FuncFormatter(lambda value, _: _time(value)))
 

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
 
 from vringlab.analysis.pairing import Floats
 from vringlab.campaign.experiment import Value
@@ -30,6 +30,7 @@ from vringlab.report.canvas import (
     RunFigure,
     Width,
     line_inches,
+    log_ticks,
     looks,
     sheet,
     text_inches,
@@ -154,7 +155,7 @@ def arm_panels(
         x = margin + left + column * step
         axes = made.axes(x, row * each + head, inner, body)
         labels = own_left or column == 0
-        _draw(axes, panel, shown, limits[place], labels)
+        _draw(axes, panel, shown, limits[place], inner, labels)
         for number, line in enumerate(reversed(titles[place])):
             axes.annotate(
                 line,
@@ -249,6 +250,7 @@ def _draw(
     panel: _Panel,
     shown: Mapping[str, Look],
     limits: tuple[float, float],
+    width: float,
     labels: bool,
 ) -> None:
     arms = [row.arm for row in panel.rows]
@@ -260,7 +262,7 @@ def _draw(
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.set_yticks(range(len(arms)), arms if labels else [""] * len(arms))
-    _ticks(axes, panel, limits)
+    _ticks(axes, panel, limits, width)
     places = _places(panel, arms)
     _pair_lines(axes, panel, places)
     for index, row in enumerate(panel.rows):
@@ -392,12 +394,10 @@ def _interval(
             )
 
 
-def _ticks(axes: Axes, panel: _Panel, limits: tuple[float, float]) -> None:
+def _ticks(axes: Axes, panel: _Panel, limits: tuple[float, float], width: float) -> None:
     low, high = limits
     if panel.column.log:
-        decades = np.log10(high / low)
-        subs = (1.0,) if decades > 2.2 else (1.0, 3.0) if decades > 1.2 else (1.0, 2.0, 5.0)
-        axes.xaxis.set_major_locator(LogLocator(subs=subs, numticks=12))
+        axes.xaxis.set_major_locator(FixedLocator(log_ticks(low, high, width)))
         axes.xaxis.set_minor_formatter(NullFormatter())
     else:
         axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))

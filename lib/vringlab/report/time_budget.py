@@ -83,6 +83,7 @@ def time_figure(summary: Summary, width: Width = "wide", notes: bool = True) -> 
     )
     axes = made.axes((made.width - usable(width)) / 2, 0.05, usable(width), 0.42)
     axes.set_axis_off()
+    axes.set(xticks=[], yticks=[])
     axes.set_xlim(0, total)
     axes.set_ylim(0, 1)
     start = 0.0
