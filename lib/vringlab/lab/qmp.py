@@ -18,7 +18,7 @@ from vringlab.errors import InfrastructureError, TransientError
 
 T = TypeVar("T")
 
-_WIND_UP_S = 5.0
+_WIND_UP_S = 1.0
 
 #: Whatever fails here is raised as an error of ours; the library would print it besides.
 logging.getLogger("qemu.qmp").setLevel(logging.CRITICAL + 1)
@@ -54,7 +54,13 @@ class Monitor:
     async def _connect(self, connection: socket.socket) -> QMPClient:
         client = QMPClient(self._name)
         connection.setblocking(False)
-        await client.connect(connection)
+        try:
+            await client.connect(connection)
+        except BaseException:
+            # Given up on while it waits for the greeting, it leaves its streams open.
+            with contextlib.suppress(Exception):
+                await client.disconnect()
+            raise
         return client
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
@@ -101,17 +107,19 @@ class Monitor:
         """End the loop with all that still waits in it: QEMU may never say a word again."""
 
         async def wind_up() -> None:
-            waiting = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in waiting:
-                task.cancel()
-            if waiting:
-                await asyncio.wait(waiting, timeout=_WIND_UP_S)
+            for last in (False, True):
+                waiting = asyncio.all_tasks() - {asyncio.current_task()}
+                if waiting and last:
+                    for task in waiting:
+                        task.cancel()
+                if waiting:
+                    await asyncio.wait(waiting, timeout=_WIND_UP_S)
             self._loop.stop()
 
         if self._loop.is_closed():
             return
         self._loop.call_soon_threadsafe(lambda: self._loop.create_task(wind_up()))
-        self._thread.join(timeout=2 * _WIND_UP_S)
+        self._thread.join(timeout=3 * _WIND_UP_S)
         if not self._thread.is_alive():
             self._loop.close()
 
