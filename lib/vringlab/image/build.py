@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shlex
 import shutil
-import subprocess
 import tarfile
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
+from vringlab.cachedir import OnStep, Store, require_space
 from vringlab.errors import InfrastructureError
 from vringlab.image import initrd
 from vringlab.image.recipe import FILES, SOURCES, Recipe
@@ -24,7 +20,9 @@ from vringlab.transport import local
 #: Where our own files are in the root file system.
 PREFIX = "/usr/lib/vringlab"
 #: mmdebstrap unpacks some 700 MB and packs them again; the compressed image is about half.
-_NEEDED_BYTES = 3 * 2**30
+_NEEDED_GB = 3.2
+#: Two minutes here; a slow network takes its time.
+_BUILD_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -68,51 +66,6 @@ class Image:
     def client_key(self) -> Path:
         """Private key that lab host and guest accept; readable by its owner only."""
         return self.folder / "id_ed25519"
-
-
-@contextmanager
-def exclusive(path: Path) -> Iterator[None]:
-    """Hold the lock file at `path`: of several processes that want one thing, one builds it.
-
-    The lock is the kernel's, so it ends with its holder however that ends.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-@contextmanager
-def fresh_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder beside `target` that becomes `target` when the block succeeds.
-
-    Must be used under `exclusive`: leftovers of killed builds of the same target are removed.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for stale in target.parent.glob(f".{target.name}.*"):
-        shutil.rmtree(stale, ignore_errors=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        yield temporary
-        temporary.rename(target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def require_space(folder: Path, needed: int) -> None:
-    """Refuse to begin what the disk cannot hold.
-
-    Raises:
-        InfrastructureError: less than `needed` bytes are free where `folder` is.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise InfrastructureError(
-            f"{folder} has {free / 2**30:.1f} GiB free, {needed / 2**30:.1f} GiB are needed",
-            remedy="free some space, or set VRINGLAB_CACHE to a folder on a larger disk",
-            host="local",
-        )
 
 
 def load(folder: Path) -> Image | None:
@@ -176,9 +129,10 @@ def _hooks(recipe: Recipe, work: Path) -> list[str]:
 
 
 def _debootstrap(recipe: Recipe, work: Path, tar: Path) -> None:
+    rootless = os.geteuid() != 0
     argv = [
         "mmdebstrap",
-        f"--mode={'root' if os.geteuid() == 0 else 'unshare'}",
+        f"--mode={'unshare' if rootless else 'root'}",
         "--variant=essential",
         f"--include={','.join(recipe.packages)}",
         '--aptopt=Apt::Install-Recommends "false"',
@@ -188,22 +142,27 @@ def _debootstrap(recipe: Recipe, work: Path, tar: Path) -> None:
         recipe.suite,
         "-",
     ]
-    program = local.find_tool("mmdebstrap", "install mmdebstrap, or run `make setup`")
-    log = work / "mmdebstrap.log"
-    # Through a pipe: in unshare mode the builder is another user, who may not write here.
-    with tar.open("wb") as out, log.open("wb") as err:
-        status = subprocess.run(
-            [program, *argv[1:]], stdout=out, stderr=err, stdin=subprocess.DEVNULL, check=False
-        ).returncode
-    if status != 0:
+    done = local.run(
+        argv,
+        timeout=_BUILD_S,
+        # Through a pipe: in unshare mode the builder is another user, who may not write here.
+        output=tar,
+        # The half-made root goes with our folder when all is killed. Rootless it cannot be there,
+        # since that other user may not pass through a home.
+        env=None if rootless else {"TMPDIR": str(work)},
+        check=False,
+        tethered=True,
+        remedy_missing="install mmdebstrap, or run `make setup`",
+    )
+    if done.returncode != 0:
         raise InfrastructureError(
             "the root file system could not be built",
             remedy="see mmdebstrap's lines above: no network, no space, or (without root) no "
             "entry for you in /etc/subuid",
             command=argv[:4],
             host="local",
-            stderr=log.read_text(errors="replace"),
-            returncode=status,
+            stderr=done.stderr,
+            returncode=done.returncode,
         )
 
 
@@ -212,25 +171,33 @@ def _read_members(tar: Path, modules: tuple[str, ...], target: Path) -> tuple[st
 
     Returns the kernel's release and the list of installed packages.
     """
-    with tarfile.open(tar) as archive:
-        members = {m.name.removeprefix("./"): m for m in archive.getmembers() if m.isfile()}
+    try:
+        with tarfile.open(tar) as archive:
+            members = {m.name.removeprefix("./"): m for m in archive.getmembers() if m.isfile()}
 
-        def read(name: str) -> bytes:
-            stream = archive.extractfile(members[name])
-            if stream is None:
-                raise InfrastructureError(f"the root file system has no readable {name}")
-            return stream.read()
+            def read(name: str) -> bytes:
+                stream = archive.extractfile(members[name])
+                return b"" if stream is None else stream.read()
 
-        kernel = next(name for name in members if name.startswith("boot/vmlinuz-"))
-        release = kernel.removeprefix("boot/vmlinuz-")
-        base = f"usr/lib/modules/{release}"
-        order = initrd.module_order(read(f"{base}/modules.dep").decode(), modules)
-        content = {path.rsplit("/", 1)[1]: read(f"{base}/{path}") for path in order}
-        (target / "vmlinuz").write_bytes(read(kernel))
-        (target / "initrd").write_bytes(
-            initrd.build(read("usr/bin/busybox"), (FILES / "initrd-init").read_bytes(), content)
-        )
-        return release, read("etc/vringlab/packages")
+            kernel = next(
+                (name for name in members if name.startswith("boot/vmlinuz-")), "a kernel"
+            )
+            release = kernel.removeprefix("boot/vmlinuz-")
+            (target / "vmlinuz").write_bytes(read(kernel))
+            base = f"usr/lib/modules/{release}"
+            order = initrd.module_order(read(f"{base}/modules.dep").decode(), modules)
+            content = {path.rsplit("/", 1)[1]: read(f"{base}/{path}") for path in order}
+            (target / "initrd").write_bytes(
+                initrd.build(read("usr/bin/busybox"), (FILES / "initrd-init").read_bytes(), content)
+            )
+            return release, read("etc/vringlab/packages")
+    except (KeyError, tarfile.TarError) as error:
+        missing = error.args[0] if isinstance(error, KeyError) else f"readable end: {error}"
+        raise InfrastructureError(
+            f"the root file system that mmdebstrap made has no {missing}",
+            remedy="the suite's kernel or busybox may have changed; see the image's recipe",
+            host="local",
+        ) from error
 
 
 def _make_keys(work: Path, target: Path, etc: Path) -> str:
@@ -246,9 +213,7 @@ def _make_keys(work: Path, target: Path, etc: Path) -> str:
     return " ".join((etc / "ssh_host_ed25519_key.pub").read_text().split()[:2])
 
 
-def ensure_image(
-    recipe: Recipe | None = None, *, on_step: Callable[[str], None] = lambda _: None
-) -> Image:
+def ensure_image(recipe: Recipe | None = None, *, on_step: OnStep = lambda _: None) -> Image:
     """The image of a recipe: the one in the cache, or built now (about two minutes).
 
     Args:
@@ -260,74 +225,72 @@ def ensure_image(
     """
     recipe = recipe or Recipe(suite=settings().suite)
     digest = recipe.digest()
-    images = settings().cache / "images"
-    folder = images / digest
+    store = Store(settings().cache / "images")
+    folder = store.entry(digest)
     found = load(folder)
     if found is not None:
         return found
-    with exclusive(images / f"{digest}.lock"):
+    with store.locked(digest, on_step):
         found = load(folder)
         if found is not None:
             return found
-        require_space(images, _NEEDED_BYTES)
-        with fresh_folder(folder) as target, tempfile.TemporaryDirectory(dir=images) as scratch:
-            work = Path(scratch)
-            # mmdebstrap reads these as another user when it runs rootless.
-            work.chmod(0o755)
-            prefix, etc = work / "prefix", work / "etc"
-            prefix.mkdir()
-            etc.mkdir()
-            for name in ("setup", "net-up", "swap-module"):
-                shutil.copy(FILES / name, prefix / name)
-            for name in ("inittab", "sshd_config"):
-                shutil.copy(FILES / name, etc / name)
-            on_step("compiling the measuring tools")
-            _compile_tools(prefix)
-            host_key = _make_keys(work, target, etc)
-            tar = work / "root.tar"
-            on_step(f"building the root file system ({recipe.suite}, by mmdebstrap)")
-            _debootstrap(recipe, work, tar)
-            on_step("packing the root file system")
-            release, listing = _read_members(tar, recipe.initrd_modules, target)
-            _pack(tar, target / "root.squashfs")
-            packages = dict(
-                line.split("\t", 1) for line in listing.decode().splitlines() if "\t" in line
-            )
-            image = Image(
-                folder=folder,
-                digest=digest,
-                suite=recipe.suite,
-                release=release,
-                version=packages.pop("vringlab-kernel"),
-                tools={
-                    name: version
-                    for name, version in packages.items()
-                    if name.split(":")[0] in recipe.packages
-                },
-                host_key=host_key,
-            )
-            values = asdict(image)
-            del values["folder"]
-            (target / "manifest.json").write_text(json.dumps(values, indent=1) + "\n")
-    return image
+        require_space(store.folder, _NEEDED_GB)
+        with store.building(digest) as target:
+            _build(recipe, target, digest, on_step)
+    found = load(folder)
+    if found is None:
+        raise InfrastructureError(
+            f"the image {folder} disappeared while it was made",
+            remedy="nothing else may clean the cache folder during a run",
+            host="local",
+        )
+    return found
+
+
+def _build(recipe: Recipe, target: Path, digest: str, on_step: OnStep) -> None:
+    # Inside the target, so that it goes with it when we are killed.
+    work = target / "work"
+    prefix, etc, tar = work / "prefix", work / "etc", work / "root.tar"
+    for folder in (work, prefix, etc):
+        folder.mkdir()
+        # mmdebstrap reads these as another user when it runs rootless.
+        folder.chmod(0o755)
+    for name in ("setup", "net-up", "swap-module"):
+        shutil.copy(FILES / name, prefix / name)
+    for name in ("inittab", "sshd_config"):
+        shutil.copy(FILES / name, etc / name)
+    on_step("compiling the measuring tools")
+    _compile_tools(prefix)
+    host_key = _make_keys(work, target, etc)
+    on_step(f"building the root file system ({recipe.suite}, by mmdebstrap)")
+    _debootstrap(recipe, work, tar)
+    on_step("packing the root file system")
+    release, listing = _read_members(tar, recipe.initrd_modules, target)
+    _pack(tar, target / "root.squashfs")
+    packages = dict(line.split("\t", 1) for line in listing.decode().splitlines() if "\t" in line)
+    manifest = {
+        "digest": digest,
+        "suite": recipe.suite,
+        "release": release,
+        "version": packages.pop("vringlab-kernel"),
+        "tools": {
+            name: version
+            for name, version in packages.items()
+            if name.split(":")[0] in recipe.packages
+        },
+        "host_key": host_key,
+    }
+    (target / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+    shutil.rmtree(work)
 
 
 def _pack(tar: Path, squashfs: Path) -> None:
     # lz4: the fastest to unpack, and unpacking happens on an emulated processor.
-    program = local.find_tool("tar2sqfs", "install squashfs-tools-ng, or run `make setup`")
-    with tar.open("rb") as source:
-        done = subprocess.run(
-            [program, "-q", "-f", "-c", "lz4", "-b", "131072", "-j", "2", str(squashfs)],
-            stdin=source,
-            capture_output=True,
-            check=False,
-        )
-    if done.returncode != 0:
-        raise InfrastructureError(
-            "the root file system could not be packed",
-            remedy="free some space; see tar2sqfs's lines above",
-            command="tar2sqfs",
-            host="local",
-            stderr=done.stderr.decode(errors="replace"),
-            returncode=done.returncode,
-        )
+    local.run(
+        ["tar2sqfs", "-q", "-f", "-c", "lz4", "-b", "131072", "-j", "2", str(squashfs)],
+        timeout=_BUILD_S,
+        input=tar,
+        tethered=True,
+        remedy="free some space; see tar2sqfs's lines above",
+        remedy_missing="install squashfs-tools-ng, or run `make setup`",
+    )

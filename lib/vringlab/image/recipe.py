@@ -94,7 +94,8 @@ class Recipe:
         state = hashlib.sha256()
         state.update(json.dumps(asdict(self), sort_keys=True).encode())
         sources = [*SOURCES.glob("*.[ch]"), SOURCES / "Makefile"]
-        for path in sorted([*FILES.iterdir(), *sources, *_BUILDERS]):
+        files = [path for path in FILES.iterdir() if path.is_file()]
+        for path in sorted([*files, *sources, *_BUILDERS]):
             state.update(path.name.encode() + b"\0")
             state.update(hashlib.sha256(path.read_bytes()).digest())
         return state.hexdigest()[:16]
