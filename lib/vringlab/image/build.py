@@ -130,7 +130,11 @@ def _hooks(recipe: Recipe, work: Path) -> list[str]:
 
 def _debootstrap(recipe: Recipe, work: Path, tar: Path) -> None:
     rootless = os.geteuid() != 0
+    local.find_tool("mmdebstrap", "install mmdebstrap, or run `make setup`")
     argv = [
+        # As root it mounts /proc and more into the root it makes: where nobody else sees it, and
+        # where no mount outlives it.
+        *([] if rootless else ["unshare", "--mount", "--propagation", "private"]),
         "mmdebstrap",
         f"--mode={'unshare' if rootless else 'root'}",
         "--variant=essential",
@@ -152,14 +156,13 @@ def _debootstrap(recipe: Recipe, work: Path, tar: Path) -> None:
         env=None if rootless else {"TMPDIR": str(work)},
         check=False,
         tethered=True,
-        remedy_missing="install mmdebstrap, or run `make setup`",
     )
     if done.returncode != 0:
         raise InfrastructureError(
             "the root file system could not be built",
             remedy="see mmdebstrap's lines above: no network, no space, or (without root) no "
             "entry for you in /etc/subuid",
-            command=argv[:4],
+            command=argv[: argv.index("--format=tar")],
             host="local",
             stderr=done.stderr,
             returncode=done.returncode,
