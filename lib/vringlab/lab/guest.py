@@ -251,23 +251,26 @@ def _launch(host: HostMachine, spec: GuestSpec) -> tuple[int, tuple[str, ...], i
     )
 
 
-def _await_guest(host: HostMachine, pid: int) -> None:
-    """Wait for the word on the guest's console that it is set up."""
-    limit = settings().boot_timeout
-    done = host.machine.run(
-        f"until grep -q 'guest is set up' {WORK}/console.log; do "
-        f"[ -d /proc/{pid} ] || exit 9; busybox usleep 20000; done",
-        timeout=limit,
-        check=False,
-    )
-    if done.returncode == 0:
+def _await_guest(host: HostMachine, pid: int, deadline: float) -> None:
+    """Wait for the word on the guest's console that it is set up; `deadline` is monotonic."""
+    limit = max(1.0, deadline - time.monotonic())
+    try:
+        done = host.machine.run(
+            f"until grep -q 'guest is set up' {WORK}/console.log; do "
+            f"[ -d /proc/{pid} ] || exit 9; busybox usleep 20000; done",
+            timeout=limit,
+            check=False,
+        )
+    except TransientError:
+        # Over its time; were the host lost instead, the next line says so.
+        done = None
+    if done is not None and done.returncode == 0:
         return
     console = host.machine.run(["tail", "-n", "40", f"{WORK}/console.log"], check=False).stdout
-    ended = done.returncode == 9
     raise TransientError(
-        "the guest's QEMU ended while it booted"
-        if ended
-        else f"the guest never came up ({limit:g} s)",
+        f"the guest never came up ({limit:.0f} s)"
+        if done is None
+        else "the guest's QEMU ended while it booted",
         remedy="its console's last lines are above; a slow machine may need a longer "
         "VRINGLAB_BOOT_TIMEOUT",
         host="guest",
@@ -318,13 +321,16 @@ def _testpmd(host: HostMachine, spec: GuestSpec, layout: Layout) -> Iterator[Non
     )
     try:
         ready = " && ".join(f"[ -S {path} ]" for path in sockets)
-        done = machine.run(
-            f"until {ready}; do [ -d /proc/$(cat {WORK}/testpmd.pid) ] || exit 9; "
-            "busybox usleep 20000; done",
-            timeout=TESTPMD_READY_S,
-            check=False,
-        )
-        if done.returncode != 0:
+        try:
+            done = machine.run(
+                f"until {ready}; do [ -d /proc/$(cat {WORK}/testpmd.pid) ] || exit 9; "
+                "busybox usleep 20000; done",
+                timeout=TESTPMD_READY_S,
+                check=False,
+            )
+        except TransientError:
+            done = None
+        if done is None or done.returncode != 0:
             log = machine.run(["tail", "-n", "20", f"{WORK}/testpmd.log"], check=False)
             raise InfrastructureError(
                 "testpmd did not come up on the KVM host",
@@ -379,7 +385,7 @@ def boot_guest(
         deadline = time.monotonic() + settings().boot_timeout
         tunnel = stack.enter_context(machine.tunnel("127.0.0.1", port, timeout=60))
         monitor = stack.enter_context(Monitor(tunnel, name="guest"))
-        _await_guest(host, pid)
+        _await_guest(host, pid, deadline)
         threads, workers = _find_threads(host, pid, layout, monitor.vcpu_threads())
         pin(machine, threads)
         image = host.image
