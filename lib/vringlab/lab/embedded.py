@@ -31,6 +31,8 @@ from vringlab.transport.ssh import Address, Machine
 _MAC = "52:54:00:76:6c:00"
 _PORT_TRIES = 5
 _POLL_S = 0.02
+#: A lab's folder names its owner this long after it was made at the latest.
+_HALF_MADE_S = 60.0
 
 #: Emulation cannot be attacked through speculation, and self tests of ciphers say nothing here.
 _FAST_BOOT = (
@@ -74,6 +76,11 @@ def _start_time(pid: int) -> str | None:
         return None
 
 
+def _runs(pid: object, started: object) -> bool:
+    """Whether that very process still runs, and not another one that got its number."""
+    return isinstance(pid, int) and started is not None and _start_time(pid) == started
+
+
 def reap() -> list[Path]:
     """Remove labs whose owner is dead, with their QEMU if it still runs.
 
@@ -83,17 +90,20 @@ def reap() -> list[Path]:
     for folder in sorted(_labs().glob("lab-*")):
         try:
             owner = json.loads((folder / "owner.json").read_text())
-        except (OSError, ValueError):
+            pid, started = owner["pid"], owner["started"]
+            qemu_pid, qemu_started = owner["qemu_pid"], owner["qemu_started"]
+        except (OSError, ValueError, TypeError, KeyError):
             # Either half made by a killed process, or being made right now by a live one.
-            if time.time() - folder.stat().st_mtime > 60:
-                shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - folder.stat().st_mtime > _HALF_MADE_S:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    removed.append(folder)
             continue
-        if _start_time(owner["pid"]) == owner["started"]:
+        if _runs(pid, started):
             continue
-        pid = owner.get("qemu_pid")
-        if pid is not None and _start_time(pid) == owner.get("qemu_started"):
+        if _runs(qemu_pid, qemu_started):
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(qemu_pid, signal.SIGKILL)
         shutil.rmtree(folder, ignore_errors=True)
         removed.append(folder)
     return removed
@@ -200,6 +210,7 @@ def _boot(image: Image, accelerator: Accelerator, folder: Path) -> Iterator[Host
     argv = _argv(image, accelerator, port, console, theirs.fileno())
     with contextlib.ExitStack() as stack:
         stack.callback(ours.close)
+        stack.callback(theirs.close)
         process = stack.enter_context(
             local.companion(argv, log=log, remedy_missing=QEMU_MISSING, pass_fds=[theirs.fileno()])
         )
