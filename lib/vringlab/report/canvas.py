@@ -41,7 +41,7 @@ INK, MUTED, GRID, PAPER = "#010203", "#5b5c5d", "#dcddde", "#fefeff"
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _MARKERS = ("o", "s", "^", "v", "P", "X")
 
-_INCHES: Mapping[Width, float] = MappingProxyType({"wide": 10.0, "narrow": 4.7})
+_INCHES: Mapping[Width, float] = MappingProxyType({"wide": 10.0, "narrow": 4.1})
 _MARGIN = 0.12
 _LINE = 1.45
 
@@ -222,6 +222,7 @@ def sheet(
     panels: float,
     width: Width,
     *,
+    subject: str = "",
     detail: str = "",
     handles: Sequence[Line2D | Patch] = (),
     caption: str = "",
@@ -234,6 +235,7 @@ def sheet(
         title: What is shown.
         panels: Height of all panels in inches.
         width: Wide or narrow.
+        subject: What of the experiment it is about, such as a workload; stands before the title.
         detail: What else belongs under the title, such as parameters that do not vary.
         handles: Entries of the legend.
         caption: How to read it.
@@ -241,7 +243,8 @@ def sheet(
     """
     run = summary.run
     full, room = _INCHES[width], usable(width)
-    heads = wrapped(f"{run.plan.experiment}: {title}", room, TITLE, "bold")
+    about = ", ".join(part for part in (run.plan.experiment, subject) if part)
+    heads = wrapped(f"{about}: {title}", room, TITLE, "bold")
     twin = f" ({run.plan.twin}: the same again)" if run.plan.twin else ""
     arms = ", ".join(arm for arm in summary.arms if arm != run.plan.twin)
     under = ". ".join(part for part in (f"Arms {arms}{twin}", detail, heading(run)) if part)
@@ -255,7 +258,7 @@ def sheet(
     figure = RunFigure(figsize=(full, height))
     FigureCanvasAgg(figure)
     figure.caption = caption
-    figure.alt = f"{title}. {under}."
+    figure.alt = f"{about}: {title}. {under}."
     place = height - _MARGIN
     for lines, size, weight, colour in ((heads, TITLE, "bold", INK), (subs, TEXT, "normal", MUTED)):
         for line in lines:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from vringlab.campaign.files import writing
 from vringlab.report import canvas
 from vringlab.report.canvas import RunFigure, Width, statement, style
 from vringlab.report.family import Family
-from vringlab.report.forest import effects
+from vringlab.report.forest import Mark, effects, published
 from vringlab.report.panels import Column, arm_panels
 from vringlab.report.summary import Summary, metric_order, run_notes, summarise
 from vringlab.report.time_budget import time_figure
@@ -76,7 +76,8 @@ def figures_for(
         if not summary.rows:
             text = " ".join(["No sample was measured.", *run_notes(summary)])
             figures["statement"] = statement(summary, "nothing to show", text, width)
-        forest = effects(summary, _headline(summary), width, notes)
+        marks = published(summary)
+        forest = effects(summary, _headline(summary, marks), width, notes, marks)
         if forest is not None:
             figures["effects"] = forest
         time = time_figure(summary, width, notes)
@@ -111,10 +112,14 @@ def _workload_figures(
             yield "invalid", workload, statement(summary, "no figure", text, width)
 
 
-def _headline(summary: Summary) -> list[str]:
-    """Metrics of the overview of effects: the families' own, and all that no family has."""
+def _headline(summary: Summary, marks: Sequence[Mark]) -> list[str]:
+    """Metrics of the overview of effects.
+
+    The families' own, those that a claim is about, and all that no family has.
+    """
     known = {name for family in families() for name in (*family.metrics, *family.covers)}
     shown = {name for family in families() for name in family.headline}
+    shown |= {mark.metric for mark in marks if any(mark.fits(row) for row in summary.rows)}
     there = [name for workload in summary.workloads for name in summary.metrics(workload)]
     names = [name for name in METRICS if name in there]
     return [name for name in names if name in shown or name not in known]

@@ -1,8 +1,9 @@
-"""Ratios to the reference as a forest plot, with the noise floor of the A/A pair behind them."""
+"""Ratios to the reference as a forest plot: the noise floor behind them, published ones beside."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,8 +12,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from vringlab.analysis.claims import load_claims
 from vringlab.analysis.pairing import Floats
 from vringlab.analysis.units import METRICS
+from vringlab.errors import UserError
 from vringlab.report.canvas import (
     GRID,
     INK,
@@ -55,8 +58,50 @@ class _Group:
     rows: tuple[ArmRow, ...]
 
 
+@dataclass(frozen=True)
+class Mark:
+    """A published ratio, drawn beside what was measured.
+
+    Attributes:
+        metric: Its metric.
+        params: The parameters that it names; a row that has others too is meant as well.
+        arm: The arm above the line; below it is the run's reference.
+        ratio: The published ratio.
+        standing: Whether it was neither withdrawn nor superseded.
+    """
+
+    metric: str
+    params: Mapping[str, object]
+    arm: str
+    ratio: float
+    standing: bool
+
+    def fits(self, row: ArmRow) -> bool:
+        """Whether a row is about the same arm, metric and point."""
+        return (row.metric, row.arm) == (self.metric, self.arm) and all(
+            str(row.params.get(name)) == str(v) for name, v in self.params.items()
+        )
+
+
+def published(summary: Summary) -> list[Mark]:
+    """The published ratios of the run's experiment against its reference arm."""
+    plan = summary.run.plan
+    found = []
+    with suppress(UserError):
+        for claim in load_claims(plan.experiment):
+            ratio = claim.ratio
+            if claim.arms[0] == plan.reference and ratio is not None and ratio > 0:
+                standing = claim.status == "standing"
+                found.append(Mark(claim.metric, claim.params, claim.arms[1], ratio, standing))
+    return found
+
+
 def effects(
-    summary: Summary, metrics: Sequence[str], width: Width = "wide", notes: bool = True
+    summary: Summary,
+    metrics: Sequence[str],
+    width: Width = "wide",
+    notes: bool = True,
+    marks: Sequence[Mark] = (),
 ) -> RunFigure | None:
     """Every arm's ratio to the reference, one panel per metric; None without any.
 
@@ -65,6 +110,7 @@ def effects(
         metrics: Metrics in order; those that it lacks are left out.
         width: Wide or narrow.
         notes: Whether the caption is drawn.
+        marks: Published ratios to draw beside.
     """
     panels = {metric: _groups(summary, metric) for metric in metrics}
     panels = {metric: groups for metric, groups in panels.items() if groups}
@@ -75,6 +121,7 @@ def effects(
     left = max(text_inches(row.arm, SMALL) for row in rows) + 0.12
     right = max(text_inches(_text(row), SMALL, "bold") for row in rows) + 0.15
     inner = room - left - right
+    marked = {id(row): [mark for mark in marks if mark.fits(row)] for row in rows}
     titles = {
         (metric, group.title): wrapped(group.title, room, SMALL)
         for metric, groups in panels.items()
@@ -95,7 +142,7 @@ def effects(
         f"change against {summary.run.plan.reference}",
         total,
         width,
-        handles=_legend(rows),
+        handles=_legend(rows, [mark for some in marked.values() for mark in some]),
         caption=_caption(summary, rows),
         notes=notes,
     )
@@ -114,7 +161,7 @@ def effects(
             gid="panel-title",
         )
         lines = {group.title: titles[metric, group.title] for group in groups}
-        _draw(axes, groups, lines, shown, left, inner)
+        _draw(axes, groups, lines, shown, left, inner, marked)
         top += head + heights[metric] + _AXIS + _GAP
     return made.figure
 
@@ -143,9 +190,9 @@ def _text(row: ArmRow) -> str:
     return "not measured" if row.problem == "not measured" else "no pair"
 
 
-def _limits(rows: Sequence[ArmRow]) -> tuple[float, float]:
-    """Ends of an axis on the log scale; it always holds 0, the estimates and the floors."""
-    core = [0.0]
+def _limits(rows: Sequence[ArmRow], marks: Sequence[Mark]) -> tuple[float, float]:
+    """Ends of an axis on the log scale; it always holds 0, estimates, floors and marks."""
+    core = [0.0, *(float(np.log(mark.ratio)) for mark in marks)]
     wide = [0.0]
     for row in rows:
         core += [np.log(row.floor), -np.log(row.floor)] if row.floor else []
@@ -171,9 +218,10 @@ def _draw(
     shown: Mapping[str, Look],
     left: float,
     inner: float,
+    marked: Mapping[int, Sequence[Mark]],
 ) -> None:
     rows = [row for group in groups for row in group.rows]
-    low, high = _limits(rows)
+    low, high = _limits(rows, [mark for row in rows for mark in marked[id(row)]])
     axes.set_xlim(low, high)
     # The axis counts inches downwards, so that titles between the rows take their own room.
     total = sum(len(g.rows) * _ROW + line_inches(SMALL, len(titles[g.title])) for g in groups)
@@ -213,6 +261,7 @@ def _draw(
             axes.add_patch(band)
         for row in group.rows:
             _row(axes, row, y + _ROW / 2, shown[row.arm], (low, high))
+            _marks(axes, y + _ROW / 2, marked[id(row)])
             places.append(y + _ROW / 2)
             names.append(row.arm)
             y += _ROW
@@ -277,6 +326,22 @@ def _row(axes: Axes, row: ArmRow, y: float, look: Look, limits: tuple[float, flo
     )
 
 
+def _marks(axes: Axes, y: float, marks: Sequence[Mark]) -> None:
+    for mark in marks:
+        axes.plot(
+            [np.log(mark.ratio)],
+            [y],
+            marker="D" if mark.standing else "x",
+            ms=6.5 if mark.standing else 5.5,
+            mfc="none",
+            mec=INK if mark.standing else MUTED,
+            mew=1.2,
+            ls="",
+            zorder=6,
+            gid=f"claimed:{mark.arm}",
+        )
+
+
 def _ticks(axes: Axes, low: float, high: float, width: float) -> None:
     """Ticks at round changes, as many as `width` inches have room for."""
     inside = [tick for tick in _TICKS if low <= np.log1p(tick / 100) <= high]
@@ -299,7 +364,7 @@ def _percent(tick: float) -> str:
     return "0 %" if tick == 0 else f"{tick:+g} %" if abs(tick) < 900 else f"x{1 + tick / 100:g}"
 
 
-def _legend(rows: Sequence[ArmRow]) -> list[Line2D | Patch]:
+def _legend(rows: Sequence[ArmRow], marks: Sequence[Mark]) -> list[Line2D | Patch]:
     handles: list[Line2D | Patch] = []
     if any(row.effect is not None for row in rows):
         handles.append(
@@ -312,6 +377,14 @@ def _legend(rows: Sequence[ArmRow]) -> list[Line2D | Patch]:
         handles.append(
             Line2D([], [], color=MUTED, lw=1.8, ls=(0, (2, 1)), label="interval of one boot alone")
         )
+    for standing, marker, colour, label in (
+        (True, "D", INK, "claimed"),
+        (False, "x", MUTED, "claimed, since withdrawn or superseded"),
+    ):
+        if any(mark.standing is standing for mark in marks):
+            handles.append(
+                Line2D([], [], ls="", marker=marker, mfc="none", mec=colour, mew=1.2, label=label)
+            )
     if any(row.floor and row.floor > 1 for row in rows):
         handles.append(Patch(fc=GRID, label="noise floor: two equal arms"))
     return handles

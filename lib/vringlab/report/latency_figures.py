@@ -158,6 +158,7 @@ def distributions(
         "round-trip time, distribution",
         each * len(points) - _GAP + 0.1,
         width,
+        subject=workload,
         detail=shared_text(summary, workload),
         handles=_legend(summary, shown, points),
         caption=_caption(summary, workload, points),

@@ -18,7 +18,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
 
-from vringlab.analysis.pairing import Floats
+from vringlab.analysis.pairing import Floats, point_text
 from vringlab.campaign.experiment import Value
 from vringlab.report.canvas import (
     INK,
@@ -142,6 +142,7 @@ def arm_panels(
         title,
         each * down,
         width,
+        subject=workload,
         detail=shared_text(summary, workload),
         handles=_legend(panels),
         caption=caption,
@@ -193,10 +194,8 @@ def _panel_title(summary: Summary, workload: str, panel: _Panel) -> str:
 
 
 def shared_text(summary: Summary, workload: str) -> str:
-    """The workload with the parameters that do not vary."""
-    shared = summary.shared(workload)
-    text = ", ".join(f"{name}={value}" for name, value in shared.items())
-    return f"{workload}, {text}" if text else workload
+    """The parameters of a workload that do not vary; empty when all do."""
+    return point_text(summary.shared(workload))
 
 
 def _value_text(row: ArmRow) -> str:
