@@ -184,10 +184,9 @@ def resume(
     """Continue a run that was interrupted, with the host and switch it was begun with."""
     from vringlab.analysis.judgement import SEQUENTIAL
     from vringlab.campaign import experiment as experiments
-    from vringlab.campaign.catalogue import find_run, latest
     from vringlab.campaign.store import Store
 
-    with Store.open(latest() if run == "last" else find_run(run)) as store:
+    with Store.open(_find(run)) as store:
         chosen = experiments.load(store.plan.experiment)
         known = store.provenance()
         switch = SwitchName(known.get("settings", {}).get("switch", "swap"))
@@ -213,6 +212,12 @@ def _execute(
     print(f"\nWhere the time went (vringlab run, {result.measured} cells measured)")
     print(table(dict(result.spent)))
     _point_on(result)
+
+
+def _find(run: str) -> Path:
+    from vringlab.campaign.catalogue import find_run, latest
+
+    return latest() if run == "last" else find_run(run)
 
 
 def _point_on(result: RunResult) -> None:
@@ -243,9 +248,7 @@ def show(
     run: Annotated[str, typer.Argument(help="Run id, its beginning, a path, or `last`.")] = "last",
 ) -> None:
     """Show a run's figures by arm, with intervals; invalid samples with their reason."""
-    from vringlab.campaign.catalogue import find_run, latest
-
-    _show(latest() if run == "last" else find_run(run))
+    _show(_find(run))
 
 
 @app.command()
@@ -267,6 +270,58 @@ def audit(
         print(dumps(findings_as_records(findings), indent=1))
     else:
         render(findings, Console())
+
+
+@app.command()
+def report(
+    run: Annotated[str, typer.Argument(help="Run id, its beginning, a path, or `last`.")] = "last",
+    out: Annotated[
+        Path | None, typer.Option(help="Write the page here; RUN/report.html when not given.")
+    ] = None,
+    mail: Annotated[
+        bool, typer.Option("--mail", help="Print the block for a cover letter (72 columns).")
+    ] = False,
+    csv: Annotated[Path | None, typer.Option(help="Write the samples as CSV.")] = None,
+    parquet: Annotated[Path | None, typer.Option(help="Write the samples as Parquet.")] = None,
+    crate: Annotated[
+        Path | None, typer.Option(help="Write an RO-Crate for publication: a folder, or a .zip.")
+    ] = None,
+) -> None:
+    """Write a run's report: one HTML page, or a text block, tables and a crate to publish."""
+    from vringlab.analysis.frames import load_run
+    from vringlab.report import export, html
+    from vringlab.report.mail import mail_text
+
+    path = _find(run)
+    if mail:
+        print(mail_text(load_run(path)))
+        return
+    for target, write in (
+        (csv, export.write_csv),
+        (parquet, export.write_parquet),
+        (crate, export.write_crate),
+    ):
+        if target is not None:
+            print(write(load_run(path), target))
+    if out is not None or not (csv or parquet or crate):
+        print(html.write_report(path, out))
+
+
+@app.command()
+def compare(
+    first: Annotated[str, typer.Argument(help="A run.")],
+    second: Annotated[str, typer.Argument(help="Another run of the same experiment.")],
+    force: Annotated[
+        bool, typer.Option("--force", help="Compare although checked provenance differs.")
+    ] = False,
+) -> None:
+    """Compare two runs, ratio by ratio; refused when they were not made under one condition."""
+    from rich.console import Console
+
+    from vringlab.analysis.frames import load_run
+    from vringlab.report.compare import compare as side_by_side
+
+    Console().print(side_by_side(load_run(_find(first)), load_run(_find(second)), force=force))
 
 
 @app.command()

@@ -11,18 +11,19 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from typing import Literal
+from typing import Any, Literal
 
 from vringlab import __version__
 from vringlab.campaign.budget import Budget
 from vringlab.campaign.experiment import Experiment, Value
+from vringlab.campaign.store import merged
 from vringlab.errors import InfrastructureError, UserError
 from vringlab.image.build import Image, ensure_image
 from vringlab.kernels.base import resolve
 from vringlab.kernels.buildroot import ensure_buildroot
 from vringlab.kernels.module import BuiltModule, build_module
 from vringlab.kernels.patches import load_arm
-from vringlab.lab import accel
+from vringlab.lab import accel, facts
 from vringlab.lab.embedded import HostMachine, embedded_host
 from vringlab.lab.guest import Guest, GuestSpec, boot_guest, prepare_host
 from vringlab.lab.lab import Lab
@@ -106,6 +107,7 @@ class MachineSession:
         self._guest_stack = ExitStack()
         self._guest: Guest | None = None
         self._spec = GuestSpec()
+        self._seen: dict[str, Any] = {}
 
     def close(self) -> None:
         """End the guest."""
@@ -136,6 +138,7 @@ class MachineSession:
     def _boot(self) -> None:
         self.close()
         self._guest = self._guest_stack.enter_context(boot_guest(self._host, self._spec))
+        self._seen = facts.collect(self._host, self._guest)
 
     def switch(self, arm: str) -> str:
         """Load an arm; see `campaign.runner.Session`."""
@@ -153,7 +156,7 @@ class MachineSession:
     def provenance(self) -> dict[str, object]:
         """What is known by now of host, guest, kernels, tools and pinning."""
         image = self._host.image
-        facts: dict[str, object] = {
+        known: dict[str, Any] = {
             "command": sys.argv,
             "vringlab": __version__,
             "git": _git_state(),
@@ -181,17 +184,17 @@ class MachineSession:
         }
         guest = self._guest
         if guest is not None:
-            facts["guest"] = {
+            known["guest"] = {
                 "spec": guest.spec.as_record(),
                 "cid": guest.cid,
                 "qemu_argv": list(guest.qemu_argv),
             }
-            facts["pinning"] = {
+            known["pinning"] = {
                 "layout": guest.layout.as_record(),
                 "threads": {str(tid): cpu for tid, cpu in guest.threads.items()},
                 "vhost_threads": list(guest.vhost_threads),
             }
-        return facts
+        return merged(known, self._seen)
 
 
 @contextmanager

@@ -326,7 +326,7 @@ class Store:
             InfrastructureError: the disk is full, or the folder cannot be written.
         """
         old = self.provenance()
-        new = _merged(old, values)
+        new = merged(old, values)
         if new != old:
             replace_json(self.path / PROVENANCE, new)
 
@@ -410,13 +410,14 @@ def _read_attempts(path: Path) -> list[dict[str, Any]]:
     return [item for item in attempts if isinstance(item.get("phases"), dict)]
 
 
-def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(old)
+def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """A nested mapping with the values of another laid over it."""
+    result = dict(old)
     for key, value in new.items():
-        before = merged.get(key)
+        before = result.get(key)
         both = isinstance(before, Mapping) and isinstance(value, Mapping)
-        merged[key] = _merged(before, value) if both else value  # type: ignore[arg-type]
-    return merged
+        result[key] = merged(before, value) if both else value  # type: ignore[arg-type]
+    return result
 
 
 def _number(value: float) -> float | None:
