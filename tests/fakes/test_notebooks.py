@@ -23,8 +23,8 @@ from vringlab.campaign.store import Store
 from vringlab.settings import settings
 from vringlab.transcript import FILE, FOLDER, Transcript, tour
 
-FOLDERS = settings().root / "notebooks"
-NOTEBOOKS = sorted(FOLDERS.glob("*.ipynb"))
+HERE = settings().root / "notebooks"
+NOTEBOOKS = sorted(HERE.glob("*.ipynb"))
 #: Notebooks that look at one run, with its experiment.
 OF_A_RUN = {
     "00_quickstart": "virtio-net-napi-tx",
@@ -80,6 +80,11 @@ def text_of(notebook: Any) -> str:
     return "\n".join(parts)
 
 
+def test_all_notebooks_are_found() -> None:
+    names = {path.stem for path in NOTEBOOKS}
+    assert {*OF_A_RUN, "01_host_and_guest", "02_claims"} <= names
+
+
 # How they are written
 
 
@@ -131,14 +136,14 @@ def test_links_between_notebooks_lead_somewhere(path: Path) -> None:
     for cell in read(path).cells:
         for part in cell.source.split("](")[1:]:
             target = part.partition(")")[0]
-            assert (FOLDERS / target).exists(), target
+            assert (HERE / target).exists(), target
 
 
 def test_the_notebook_on_hosts_asks_only_what_was_recorded() -> None:
     recorded = Transcript.model_validate_json((settings().data / FOLDER / FILE).read_bytes())
     answers = {(str(each.machine), each.command) for each in recorded.exchanges}
     answers |= {("load", load.arm) for load in recorded.loads}
-    asked = tour(FOLDERS / "01_host_and_guest.ipynb")
+    asked = tour(HERE / "01_host_and_guest.ipynb")
     assert asked
     assert set(asked) <= answers, "record it anew: python -m vringlab.transcript"
     assert recorded.host_kind in ("emulated", "nested", "physical")
@@ -182,7 +187,7 @@ def test_a_notebook_bears_a_run_too_small_for_any_answer_and_says_it_is_simulate
 ) -> None:
     folder = tmp_path / "figures"
     notebook = with_parameters(
-        FOLDERS / f"{name}.ipynb",
+        HERE / f"{name}.ipynb",
         host=f"replay:{simulated[OF_A_RUN[name]]}",
         profile="smoke",
         figures_folder=str(folder),

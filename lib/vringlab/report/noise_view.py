@@ -39,7 +39,14 @@ from vringlab.report.canvas import (
     tidy_axes,
 )
 from vringlab.report.change_axis import set_change_axis
-from vringlab.report.summary import Summary, headline, sorted_points, summarise
+from vringlab.report.summary import (
+    Summary,
+    count,
+    heading,
+    headline,
+    sorted_points,
+    summarise,
+)
 
 _PANEL = 2.6
 _LAYOUTS: dict[Scenario, str] = {"arm x boot": "in turns", "own boots": "own boots"}
@@ -96,11 +103,11 @@ class Question:
         return max(1, round(self.effect.blocks / self.effect.boots))
 
     def __str__(self) -> str:
-        """The question in one sentence."""
+        """The question, and the run that is to answer it, in two lines."""
+        size = f"{count(self.effect.blocks, 'block')} in {count(self.effect.boots, 'boot')}"
         return (
             f"{self.metric} of {self.workload} at {point_text(self.params)}: "
-            f"{self.arm} against {self.reference}, {self.effect.blocks} blocks in "
-            f"{self.effect.boots} boots"
+            f"{self.arm} against {self.reference}, {size}\n{heading(self.run)}"
         )
 
 
@@ -247,15 +254,15 @@ def block_figure(asked: Question, width: Width = "wide") -> RunFigure:
 
 def _boots(axes: Axes, found: Effect, colour: str) -> None:
     pairs = found.pairs
-    count = pairs.boots
-    for boot in range(count):
+    boots = pairs.boots
+    for boot in range(boots):
         values = pairs.log_ratio[pairs.boot == boot]
         spots = boot + np.linspace(-0.18, 0.18, len(values)) if len(values) > 1 else [boot]
         axes.plot(spots, values, "o", color=colour, ms=5, alpha=0.75, mew=0, zorder=3)
         axes.plot([boot - 0.3, boot + 0.3], [values.mean()] * 2, color=colour, lw=2.2, zorder=4)
     axes.axhline(0, color=INK, lw=0.9, zorder=2)
-    axes.set_xlim(-0.6, count - 0.4)
-    axes.set_xticks(range(count), [str(boot + 1) for boot in range(count)])
+    axes.set_xlim(-0.6, boots - 0.4)
+    axes.set_xticks(range(boots), [str(boot + 1) for boot in range(boots)])
     axes.set_xlabel("boot")
     tidy_axes(axes, grid="y")
 
