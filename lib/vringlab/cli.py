@@ -281,8 +281,10 @@ def report(
     mail: Annotated[
         bool, typer.Option("--mail", help="Print the block for a cover letter (72 columns).")
     ] = False,
-    csv: Annotated[Path | None, typer.Option(help="Write the samples as CSV.")] = None,
-    parquet: Annotated[Path | None, typer.Option(help="Write the samples as Parquet.")] = None,
+    csv: Annotated[
+        Path | None, typer.Option(help="Write samples, figures and verdicts as CSV here.")
+    ] = None,
+    parquet: Annotated[Path | None, typer.Option(help="The same as Parquet.")] = None,
     crate: Annotated[
         Path | None, typer.Option(help="Write an RO-Crate for publication: a folder, or a .zip.")
     ] = None,
@@ -296,15 +298,17 @@ def report(
     if mail:
         print(mail_text(load_run(path)))
         return
-    for target, write in (
-        (csv, export.write_csv),
-        (parquet, export.write_parquet),
-        (crate, export.write_crate),
-    ):
-        if target is not None:
-            print(write(load_run(path), target))
-    if out is not None or not (csv or parquet or crate):
-        print(html.write_report(path, out))
+    written: list[Path] = []
+    if csv is not None:
+        written += export.export_tables(load_run(path), csv, "csv")
+    if parquet is not None:
+        written += export.export_tables(load_run(path), parquet, "parquet")
+    if crate is not None:
+        written.append(export.export_crate(path, crate))
+    if out is not None or not written:
+        written.append(html.write_report(path, out))
+    for each in written:
+        print(each)
 
 
 @app.command()
