@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import io
 import json
+import lzma
 import shutil
 import stat
+import struct
 import subprocess
 import sys
 import tarfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,14 +24,28 @@ from tests.fakes.processes import alive, interrupted_after, script, until
 from vringlab.errors import InfrastructureError
 from vringlab.image import build
 from vringlab.image.build import Image, ensure_image
+from vringlab.image.kernel_file import uncompressed
 from vringlab.image.recipe import Recipe
 from vringlab.settings import Settings
 from vringlab.transport import local
 
 RELEASE = "6.12.1-toy"
+ELF = b"\x7fELF toy kernel"
+
+
+def bzimage(payload: bytes) -> bytes:
+    """A kernel file with one set-up sector and a packed payload, as the boot protocol has it."""
+    head = bytearray(1024)
+    head[0x1F1] = 1
+    head[0x202:0x206] = b"HdrS"
+    struct.pack_into("<II", head, 0x248, 0, len(payload) + 4)
+    return bytes(head) + payload + struct.pack("<I", len(ELF))
+
+
+KERNEL = bzimage(gzip.compress(ELF, mtime=0))
 MODULES = f"./usr/lib/modules/{RELEASE}"
 MEMBERS = {
-    f"./boot/vmlinuz-{RELEASE}": b"kernel",
+    f"./boot/vmlinuz-{RELEASE}": KERNEL,
     "./usr/bin/busybox": b"busybox",
     f"{MODULES}/modules.dep": b"kernel/a.ko: kernel/b.ko\nkernel/b.ko:\n",
     f"{MODULES}/kernel/a.ko": b"module a",
@@ -99,15 +118,18 @@ def test_an_image_is_built_once_and_found_again(workshop: Workshop) -> None:
     assert image.folder == workshop.images / RECIPE.digest()
     assert (image.release, image.version, image.suite) == (RELEASE, "6.12.1-1", "toy")
     assert image.tools == {"fio": "3.39-1"}
-    assert image.kernel.read_bytes() == b"kernel"
-    assert image.root.read_bytes() == workshop.tar.read_bytes()
+    assert image.kernel.read_bytes() == KERNEL
+    assert image.vmlinux.read_bytes() == ELF
+    with tarfile.open(workshop.tar) as made, tarfile.open(image.root) as root:
+        assert set(root.getnames()) - set(made.getnames()) == {f"./boot/vmlinux-{RELEASE}"}
     assert stat.S_IMODE(image.client_key.stat().st_mode) == 0o600
     assert image.host_key.startswith("ssh-ed25519 AAAA")
     assert len(image.host_key.split()) == 2
     # Nothing but what is used is kept.
     kept = {path.name for path in image.folder.iterdir()}
     assert kept == {
-        *("id_ed25519", "id_ed25519.pub", "initrd", "manifest.json", "root.squashfs", "vmlinuz")
+        *("id_ed25519", "id_ed25519.pub", "initrd", "manifest.json", "root.squashfs"),
+        *("vmlinux", "vmlinuz"),
     }
     assert ensure_image(RECIPE, on_step=steps.append) == image
     assert len(steps) == 3
@@ -279,3 +301,16 @@ def test_the_key_is_one_that_ssh_takes(workshop: Workshop) -> None:
     done = local.run(["ssh-keygen", "-y", "-f", str(image.client_key)], timeout=60)
     assert done.stdout.startswith("ssh-ed25519 ")
     assert workshop.called == 1
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, lzma.compress, bz2.compress])
+def test_kernel_is_unpacked_whatever_packed_it(pack: Callable[[bytes], bytes]) -> None:
+    assert uncompressed(bzimage(pack(ELF))) == ELF
+
+
+@pytest.mark.parametrize(
+    "broken", [b"kernel" * 200, bzimage(b"unknown"), bzimage(gzip.compress(b"x"))]
+)
+def test_kernel_that_cannot_be_unpacked_is_named(broken: bytes) -> None:
+    with pytest.raises(InfrastructureError, match="the image's kernel is"):
+        uncompressed(broken)

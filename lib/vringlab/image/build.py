@@ -13,6 +13,7 @@ from pathlib import Path
 from vringlab.cachedir import OnStep, Store, require_space
 from vringlab.errors import InfrastructureError
 from vringlab.image import initrd
+from vringlab.image.kernel_file import uncompressed
 from vringlab.image.recipe import FILES, SOURCES, Recipe
 from vringlab.settings import settings
 from vringlab.transport import local
@@ -56,6 +57,11 @@ class Image:
     def kernel(self) -> Path:
         """The kernel, for direct boot."""
         return self.folder / "vmlinuz"
+
+    @property
+    def vmlinux(self) -> Path:
+        """The same kernel uncompressed, for emulated machines."""
+        return self.folder / "vmlinux"
 
     @property
     def initrd(self) -> Path:
@@ -186,7 +192,9 @@ def _read_members(tar: Path, modules: tuple[str, ...], target: Path) -> tuple[st
                 (name for name in members if name.startswith("boot/vmlinuz-")), "a kernel"
             )
             release = kernel.removeprefix("boot/vmlinuz-")
-            (target / "vmlinuz").write_bytes(read(kernel))
+            packed = read(kernel)
+            (target / "vmlinuz").write_bytes(packed)
+            (target / "vmlinux").write_bytes(uncompressed(packed))
             base = f"usr/lib/modules/{release}"
             order = initrd.module_order(read(f"{base}/modules.dep").decode(), modules)
             content = {path.rsplit("/", 1)[1]: read(f"{base}/{path}") for path in order}
@@ -269,6 +277,9 @@ def _build(recipe: Recipe, target: Path, digest: str, on_step: OnStep) -> None:
     _debootstrap(recipe, work, tar)
     on_step("packing the root file system")
     release, listing = _read_members(tar, recipe.initrd_modules, target)
+    # In the root too: lab hosts start their guests from there.
+    with tarfile.open(tar, "a") as archive:
+        archive.add(target / "vmlinux", f"./boot/vmlinux-{release}")
     _pack(tar, target / "root.squashfs")
     packages = dict(line.split("\t", 1) for line in listing.decode().splitlines() if "\t" in line)
     manifest = {

@@ -14,7 +14,9 @@ FILES = Path(__file__).parent / "files"
 SOURCES = Path(__file__).parent / "src"
 
 #: How the ingredients are put together decides the result too.
-_BUILDERS = (Path(__file__).parent / "build.py", Path(__file__).parent / "initrd.py")
+_BUILDERS = tuple(
+    Path(__file__).parent / f"{name}.py" for name in ("build", "initrd", "kernel_file")
+)
 
 
 @dataclass(frozen=True)

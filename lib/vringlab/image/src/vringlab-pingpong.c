@@ -31,29 +31,12 @@
  * 128+n ended by signal n. In every case but 1 and 2 the figures taken so far are printed.
  */
 #define _GNU_SOURCE
-#include <arpa/inet.h>
-#include <errno.h>
-#include <limits.h>
-#include <math.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <poll.h>
-#include <sched.h>
 #include <signal.h>
-#include <stdarg.h>
-#include <stdbool.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/resource.h>
-#include <sys/socket.h>
-#include <sys/time.h>
-#include <sys/un.h>
-#include <time.h>
-#include <unistd.h>
 
-#include <linux/vm_sockets.h>
+#define TOOL_NAME "vringlab-pingpong"
+#include "vringlab-tool.h"
 
 #define TOOL_VERSION "1.0"
 #define WIRE_VERSION 1u
@@ -64,9 +47,6 @@
  * default (net/vmw_vsock/af_vsock.c): stay at half of that. */
 #define PAYLOAD_MAX 131072u
 
-enum { EXIT_USAGE = 1, EXIT_SETUP = 2, EXIT_PEER = 3, EXIT_TIMEOUT = 4, EXIT_SEQUENCE = 5,
-       EXIT_OUTPUT = 6 };
-
 enum kind { PING = 1, ECHO = 2, END = 3, END_ACK = 4 };
 
 enum ended { RUNNING, BY_COUNT, BY_DURATION, BY_PEER, PEER_GONE, TIMED_OUT, BY_SIGNAL };
@@ -76,10 +56,8 @@ static const char *const ended_names[] = {
 };
 
 struct options {
-	bool listening, json;
-	int family;
-	const char *family_name, *address;
-	unsigned int cid, port;
+	struct place at;
+	bool json;
 	uint32_t payload;      /* 0 on a listener: take the initiator's */
 	double duration_s, timeout_s, wait_s;
 	uint64_t warmup, count;
@@ -138,7 +116,6 @@ static struct figures figures = { .min = UINT64_MAX, .cpu_start = -1, .cpu_end =
 static volatile sig_atomic_t stop_signal;   /* the signal, once asked to stop */
 static volatile sig_atomic_t stop_hard;     /* the grace for the message in flight is over */
 static volatile int connection = -1;
-static const char *unix_path_made;
 
 static void on_stop(int number)
 {
@@ -156,32 +133,6 @@ static void on_alarm(int number)
 		shutdown(connection, SHUT_RDWR);
 	else
 		alarm(1);   /* a connection about to be made must not be waited on either */
-}
-
-static uint64_t now_ns(void)
-{
-	struct timespec t;
-	clock_gettime(CLOCK_MONOTONIC_RAW, &t);
-	return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
-}
-
-static void remove_unix_path(void)
-{
-	if (unix_path_made)
-		unlink(unix_path_made);
-}
-
-__attribute__((format(printf, 2, 3), noreturn))
-static void die(int status, const char *format, ...)
-{
-	va_list arguments;
-	fputs("vringlab-pingpong: ", stderr);
-	va_start(arguments, format);
-	vfprintf(stderr, format, arguments);
-	va_end(arguments);
-	fputc('\n', stderr);
-	remove_unix_path();
-	exit(status);
 }
 
 __attribute__((format(printf, 2, 3)))
@@ -255,11 +206,7 @@ static uint64_t token_state;
 
 static uint32_t next_token(void)
 {
-	/* splitmix64 (Steele, Lea, Flood 2014): any state, also zero, gives a full period. */
-	uint64_t z = (token_state += 0x9e3779b97f4a7c15u);
-	z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-	z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-	return (uint32_t)((z ^ (z >> 31)) >> 32);
+	return (uint32_t)(splitmix64(&token_state) >> 32);
 }
 
 static uint32_t check_of(enum kind kind, const struct message *m)
@@ -269,19 +216,6 @@ static uint32_t check_of(enum kind kind, const struct message *m)
 	h = (h * 0x01000193u) ^ m->token;
 	h = (h * 0x01000193u) ^ m->ack;
 	return h * 0x01000193u;
-}
-
-static void put32(unsigned char *at, uint32_t v)
-{
-	at[0] = (unsigned char)v;
-	at[1] = (unsigned char)(v >> 8);
-	at[2] = (unsigned char)(v >> 16);
-	at[3] = (unsigned char)(v >> 24);
-}
-
-static uint32_t get32(const unsigned char *at)
-{
-	return (uint32_t)at[0] | (uint32_t)at[1] << 8 | (uint32_t)at[2] << 16 | (uint32_t)at[3] << 24;
 }
 
 static void encode(uint32_t payload, enum kind kind, struct message *m)
@@ -388,9 +322,9 @@ static bool hello(int fd, struct options *o, uint32_t own_token, uint32_t *peer_
 {
 	unsigned char mine[HELLO_BYTES];
 
-	if (o->listening && !receive_all(fd, HELLO_BYTES, o->timeout_s, true))
+	if (o->at.listening && !receive_all(fd, HELLO_BYTES, o->timeout_s, true))
 		return false;
-	if (o->listening && memcmp(buffer, "VRPP", 4) == 0 && o->payload == 0)
+	if (o->at.listening && memcmp(buffer, "VRPP", 4) == 0 && o->payload == 0)
 		o->payload = get32(buffer + 8);
 	memcpy(mine, "VRPP", 4);
 	put32(mine + 4, WIRE_VERSION);
@@ -398,7 +332,7 @@ static bool hello(int fd, struct options *o, uint32_t own_token, uint32_t *peer_
 	put32(mine + 12, own_token);
 	if (!send_all(fd, mine, HELLO_BYTES, o->timeout_s))
 		return false;
-	if (!o->listening && !receive_all(fd, HELLO_BYTES, o->timeout_s, false))
+	if (!o->at.listening && !receive_all(fd, HELLO_BYTES, o->timeout_s, false))
 		return false;
 	if (memcmp(buffer, "VRPP", 4) != 0 || get32(buffer + 4) != WIRE_VERSION)
 		die(EXIT_SETUP, "%s does not speak wire version %u of vringlab-pingpong: use the same "
@@ -512,109 +446,19 @@ static void answer(int fd, const struct options *o, uint32_t token)
 	}
 }
 
-/* ---- Sockets ------------------------------------------------------------------------------- */
-
-union address {
-	struct sockaddr any;
-	struct sockaddr_vm vm;
-	struct sockaddr_in in;
-	struct sockaddr_un un;
-};
-
-static socklen_t make_address(const struct options *o, union address *a)
-{
-	memset(a, 0, sizeof *a);
-	if (o->family == AF_VSOCK) {
-		a->vm.svm_family = AF_VSOCK;
-		a->vm.svm_cid = o->listening ? VMADDR_CID_ANY : o->cid;
-		a->vm.svm_port = o->port;
-		return sizeof a->vm;
-	}
-	if (o->family == AF_INET) {
-		a->in.sin_family = AF_INET;
-		a->in.sin_port = htons((uint16_t)o->port);
-		if (o->listening)
-			a->in.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-		else if (inet_pton(AF_INET, o->address, &a->in.sin_addr) != 1)
-			die(EXIT_USAGE, "%s is not an IPv4 address", o->address);
-		return sizeof a->in;
-	}
-	a->un.sun_family = AF_UNIX;
-	if (strlen(o->address) >= sizeof a->un.sun_path)
-		die(EXIT_USAGE, "the path of a unix socket has at most %zu bytes: %s",
-		    sizeof a->un.sun_path - 1, o->address);
-	strcpy(a->un.sun_path, o->address);
-	return sizeof a->un;
-}
-
-static const char *shown(const struct options *o)
-{
-	static char text[160];
-	if (o->family == AF_UNIX)
-		snprintf(text, sizeof text, "unix:%s", o->address);
-	else if (o->listening)
-		snprintf(text, sizeof text, "%s port %u", o->family_name, o->port);
-	else if (o->family == AF_VSOCK)
-		snprintf(text, sizeof text, "vsock %u:%u", o->cid, o->port);
-	else
-		snprintf(text, sizeof text, "tcp %s:%u", o->address, o->port);
-	return text;
-}
-
-static int make_socket(const struct options *o)
-{
-	int fd = socket(o->family, SOCK_STREAM | SOCK_CLOEXEC, 0);
-	if (fd < 0)
-		die(EXIT_SETUP, "no %s socket: %s%s", o->family_name, strerror(errno),
-		    o->family == AF_VSOCK && errno == EAFNOSUPPORT
-			? " (is the vsock module loaded?)" : "");
-	return fd;
-}
-
-static void set_timeouts(int fd, const struct options *o)
-{
-	struct timeval t = { .tv_sec = (time_t)o->timeout_s,
-			     .tv_usec = (suseconds_t)((o->timeout_s - floor(o->timeout_s)) * 1e6) };
-	if (t.tv_sec == 0 && t.tv_usec == 0)
-		t.tv_usec = 1;   /* zero would mean: wait for ever */
-	if (setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &t, sizeof t) != 0 ||
-	    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &t, sizeof t) != 0)
-		die(EXIT_SETUP, "time-outs cannot be set: %s", strerror(errno));
-	if (o->family == AF_INET) {
-		int one = 1;
-		setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
-	}
-}
+/* ---- Connections ---------------------------------------------------------------------------- */
 
 static int accept_one(struct options *o)
 {
-	union address a;
-	socklen_t length = make_address(o, &a);
-	int fd = make_socket(o), one = 1;
+	int fd = listen_at(&o->at, 1);
 
-	if (o->family == AF_INET)
-		setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
-	if (bind(fd, &a.any, length) != 0)
-		die(EXIT_SETUP, "cannot listen on %s: %s%s", shown(o), strerror(errno),
-		    errno == EADDRINUSE ? " (another listener, or its remains: choose another)" : "");
-	if (o->family == AF_UNIX)
-		unix_path_made = o->address;
-	if (listen(fd, 1) != 0)
-		die(EXIT_SETUP, "cannot listen on %s: %s", shown(o), strerror(errno));
-	length = sizeof a;
-	if (getsockname(fd, &a.any, &length) == 0 && o->family != AF_UNIX)
-		o->port = o->family == AF_INET ? ntohs(a.in.sin_port) : a.vm.svm_port;
 	/* ppoll takes the signals only while it waits: none can slip in before it does. */
 	sigset_t stop_set, before;
 	sigemptyset(&stop_set);
 	sigaddset(&stop_set, SIGINT);
 	sigaddset(&stop_set, SIGTERM);
 	sigprocmask(SIG_BLOCK, &stop_set, &before);
-	if (o->family == AF_UNIX)
-		printf("listening %s\n", o->address);
-	else
-		printf("listening %u\n", o->port);
-	fflush(stdout);
+	say_listening(&o->at);
 
 	struct pollfd waiting = { .fd = fd, .events = POLLIN };
 	struct timespec limit = { .tv_sec = (time_t)o->timeout_s,
@@ -628,10 +472,10 @@ static int accept_one(struct options *o)
 			end_with(BY_SIGNAL, "ended by signal %d before anyone connected",
 				 (int)stop_signal);
 		else if (ready == 0)
-			end_with(TIMED_OUT, "nobody connected to %s for %g s", shown(o),
+			end_with(TIMED_OUT, "nobody connected to %s for %g s", shown(&o->at),
 				 o->timeout_s);
 		else
-			end_with(PEER_GONE, "nobody could be accepted on %s: %s", shown(o),
+			end_with(PEER_GONE, "nobody could be accepted on %s: %s", shown(&o->at),
 				 strerror(error));
 	}
 	close(fd);
@@ -643,66 +487,29 @@ static int accept_one(struct options *o)
 static int connect_to(const struct options *o)
 {
 	union address a;
-	socklen_t length = make_address(o, &a);
+	socklen_t length = make_address(&o->at, &a);
 	uint64_t until = now_ns() + (uint64_t)(o->wait_s * 1e9);
 
 	for (;;) {
-		int fd = make_socket(o);
-		set_timeouts(fd, o);
+		int fd = make_socket(&o->at);
+		set_timeouts(fd, &o->at, o->timeout_s);
 		if (connect(fd, &a.any, length) == 0)
 			return fd;
 		int error = errno;
 		close(fd);
 		if (stop_signal) {
 			end_with(BY_SIGNAL, "ended by signal %d before %s answered",
-				 (int)stop_signal, shown(o));
+				 (int)stop_signal, shown(&o->at));
 			return -1;
 		}
-		/* After a module swap the other side's transport and listener come back late. */
-		bool late = error == ECONNREFUSED || error == ECONNRESET || error == ETIMEDOUT ||
-			    error == ENODEV || error == ENOENT || error == EHOSTUNREACH ||
-			    error == ENETUNREACH || error == EINTR || error == EAGAIN ||
-			    error == EINPROGRESS;
-		if (!late || now_ns() >= until)
+		if (!may_come_late(error) || now_ns() >= until)
 			die(EXIT_SETUP, "cannot connect to %s: %s (tried for %g s: is the listener "
-			    "running there?)", shown(o), strerror(error), o->wait_s);
+			    "running there?)", shown(&o->at), strerror(error), o->wait_s);
 		usleep(20000);
 	}
 }
 
-static void name_peer(int fd, const struct options *o)
-{
-	union address a;
-	socklen_t length = sizeof a;
-	char text[INET_ADDRSTRLEN];
-
-	if (o->family == AF_UNIX || getpeername(fd, &a.any, &length) != 0)
-		snprintf(figures.peer, sizeof figures.peer, "unix:%s", o->address ? o->address : "");
-	else if (o->family == AF_VSOCK)
-		snprintf(figures.peer, sizeof figures.peer, "vsock:%u:%u", a.vm.svm_cid,
-			 a.vm.svm_port);
-	else
-		snprintf(figures.peer, sizeof figures.peer, "tcp:%s:%u",
-			 inet_ntop(AF_INET, &a.in.sin_addr, text, sizeof text) ? text : "?",
-			 ntohs(a.in.sin_port));
-}
-
-/* ---- Output: made in memory, written whole --------------------------------------------------- */
-
-static void json_string(FILE *out, const char *text)
-{
-	fputc('"', out);
-	for (; *text; text++) {
-		unsigned char c = (unsigned char)*text;
-		if (c == '"' || c == '\\')
-			fprintf(out, "\\%c", c);
-		else if (c < 0x20 || c > 0x7e)
-			fprintf(out, "\\u%04x", c);   /* bytes of a path, as Latin-1 */
-		else
-			fputc(c, out);
-	}
-	fputc('"', out);
-}
+/* ---- Output ---------------------------------------------------------------------------------- */
 
 static const struct { const char *name; unsigned int per_thousand; } percentiles[] = {
 	{ "1", 10 }, { "50", 500 }, { "90", 900 }, { "99", 990 }, { "99.9", 999 },
@@ -715,11 +522,11 @@ static double deviation(void)
 
 static void write_json(FILE *out, const struct options *o)
 {
-	bool timed = !o->listening && figures.messages > 0;
+	bool timed = !o->at.listening && figures.messages > 0;
 
 	fprintf(out, "{\"tool\": \"vringlab-pingpong\", \"version\": \"" TOOL_VERSION "\", "
 		"\"role\": \"%s\", \"family\": \"%s\", \"peer\": ",
-		o->listening ? "listen" : "connect", o->family_name);
+		o->at.listening ? "listen" : "connect", o->at.family_name);
 	json_string(out, figures.peer);
 	fprintf(out, ", \"clock\": \"CLOCK_MONOTONIC_RAW\", \"payload\": %u, \"warmup\": %llu, "
 		"\"messages\": %llu, \"elapsed_ns\": %llu, \"ended\": \"%s\",\n", o->payload,
@@ -773,7 +580,7 @@ static void write_text(FILE *out, const struct options *o)
 	fprintf(out, "%s, payload %u bytes: %llu messages in %.3f s, %llu sequence errors\n",
 		figures.peer, o->payload, (unsigned long long)figures.messages, seconds,
 		(unsigned long long)(figures.sequence_errors + figures.peer_sequence_errors));
-	if (!o->listening && figures.messages) {
+	if (!o->at.listening && figures.messages) {
 		fprintf(out, "round trip in ns: min %llu mean %.0f max %llu stddev %.0f\n",
 			(unsigned long long)figures.min,
 			(double)figures.sum / (double)figures.messages,
@@ -781,19 +588,6 @@ static void write_text(FILE *out, const struct options *o)
 		for (size_t i = 0; i < sizeof percentiles / sizeof *percentiles; i++)
 			fprintf(out, "  p%-5s %llu\n", percentiles[i].name,
 				(unsigned long long)percentile(percentiles[i].per_thousand));
-	}
-}
-
-static void write_whole(int fd, const char *text, size_t length, const char *where)
-{
-	while (length > 0) {
-		ssize_t n = write(fd, text, length);
-		if (n < 0 && errno == EINTR)
-			continue;
-		if (n <= 0)
-			die(EXIT_OUTPUT, "cannot write to %s: %s", where, strerror(errno));
-		text += n;
-		length -= (size_t)n;
 	}
 }
 
@@ -811,28 +605,14 @@ static void write_report(const struct options *o)
 	if (fclose(memory) != 0)
 		die(EXIT_OUTPUT, "no memory for the report");
 
-	if (!o->output) {
-		fflush(stdout);
-		write_whole(STDOUT_FILENO, text, length, "standard output");
-	} else {
-		/* A reader of the file sees all of it or none. */
-		char part[PATH_MAX];
-		if (snprintf(part, sizeof part, "%s.part", o->output) >= (int)sizeof part)
-			die(EXIT_OUTPUT, "the path is too long: %s", o->output);
-		FILE *file = fopen(part, "w");
-		if (!file)
-			die(EXIT_OUTPUT, "cannot write to %s: %s", part, strerror(errno));
-		write_whole(fileno(file), text, length, part);
-		if (fclose(file) != 0 || rename(part, o->output) != 0)
-			die(EXIT_OUTPUT, "cannot write to %s: %s", o->output, strerror(errno));
-	}
+	write_output(o->output, text, length);
 	free(text);
 
 	if (o->dump) {
 		FILE *file = fopen(o->dump, "w");
 		if (!file)
 			die(EXIT_OUTPUT, "cannot write to %s: %s", o->dump, strerror(errno));
-		for (uint64_t i = 0; i < figures.messages && !o->listening; i++)
+		for (uint64_t i = 0; i < figures.messages && !o->at.listening; i++)
 			fprintf(file, "%llu\n", (unsigned long long)raw[i]);
 		if (fclose(file) != 0)
 			die(EXIT_OUTPUT, "cannot write to %s: %s", o->dump, strerror(errno));
@@ -841,7 +621,7 @@ static void write_report(const struct options *o)
 
 /* ---- Command line ---------------------------------------------------------------------------- */
 
-static const char usage_text[] =
+const char usage_text[] =
 "usage: vringlab-pingpong listen  PORT     [options]\n"
 "       vringlab-pingpong connect CID PORT [options]\n"
 "with --family tcp: listen PORT (loopback), connect ADDRESS PORT; unix: listen|connect PATH\n"
@@ -859,42 +639,10 @@ static const char usage_text[] =
 "  --dump FILE       write every latency in ns there, one a line, in order\n"
 "  --version, --help\n";
 
-__attribute__((format(printf, 1, 2), noreturn))
-static void usage(const char *format, ...)
-{
-	va_list arguments;
-	fputs("vringlab-pingpong: ", stderr);
-	va_start(arguments, format);
-	vfprintf(stderr, format, arguments);
-	va_end(arguments);
-	fprintf(stderr, "\n%s", usage_text);
-	exit(EXIT_USAGE);
-}
-
-static uint64_t whole(const char *what, const char *text, uint64_t low, uint64_t high)
-{
-	char *rest;
-	errno = 0;
-	unsigned long long value = strtoull(text, &rest, 10);
-	if (errno || rest == text || *rest || text[0] < '0' || text[0] > '9' || value < low ||
-	    value > high)
-		usage("%s must be a whole number from %llu to %llu, not '%s'", what,
-		      (unsigned long long)low, (unsigned long long)high, text);
-	return value;
-}
-
-static double seconds(const char *what, const char *text, double low)
-{
-	char *rest;
-	double value = strtod(text, &rest);
-	if (rest == text || *rest || !(value >= low) || value > 1e6)
-		usage("%s must be seconds from %g to 1e6, not '%s'", what, low, text);
-	return value;
-}
-
 static struct options parse(int argc, char **argv)
 {
-	struct options o = { .family = AF_VSOCK, .family_name = "vsock", .duration_s = 5,
+	struct options o = { .at = { .family = AF_VSOCK, .type = SOCK_STREAM,
+				     .family_name = "vsock" }, .duration_s = 5,
 			     .timeout_s = 30, .wait_s = 5, .warmup = 100, .cpu = -1 };
 	const char *words[3] = { NULL, NULL, NULL };
 	int found = 0;
@@ -940,42 +688,17 @@ static struct options parse(int argc, char **argv)
 		} else if (strcmp(option, "--output") == 0) {
 			o.output = value;
 		} else if (strcmp(option, "--family") == 0) {
-			o.family_name = value;
-			o.family = strcmp(value, "vsock") == 0 ? AF_VSOCK
-				 : strcmp(value, "tcp") == 0   ? AF_INET
-				 : strcmp(value, "unix") == 0  ? AF_UNIX : -1;
-			if (o.family < 0)
-				usage("--family is vsock, tcp or unix, not '%s'", value);
+			o.at.family_name = value;
+			o.at.family = family_of(value);
 		} else {
 			usage("unknown option %s", option);
 		}
 	}
 
-	if (found == 0)
-		usage("listen or connect?");
-	o.listening = strcmp(words[0], "listen") == 0;
-	if (!o.listening && strcmp(words[0], "connect") != 0)
-		usage("listen or connect, not '%s'", words[0]);
-	int due = o.family == AF_UNIX || o.listening ? 2 : 3;
-	if (found != due)
-		usage("%s over %s takes %s", words[0], o.family_name,
-		      o.family == AF_UNIX ? "a path" : o.listening ? "a port"
-		      : o.family == AF_VSOCK ? "a CID and a port" : "an address and a port");
+	place_of(&o.at, words, found);
 	if (o.count && duration_given)
 		usage("--count or --duration, not both");
-	if (o.family == AF_UNIX) {
-		o.address = words[1];
-	} else {
-		uint64_t top = o.family == AF_INET ? 65535 : UINT32_MAX - 1;
-		/* Port 0 lets TCP choose; the "listening" line says what it chose. */
-		uint64_t low = o.listening && o.family == AF_INET ? 0 : 1;
-		o.port = (unsigned int)whole("the port", words[due - 1], low, top);
-		if (!o.listening && o.family == AF_VSOCK)
-			o.cid = (unsigned int)whole("the CID", words[1], 0, UINT32_MAX - 1);
-		if (!o.listening && o.family == AF_INET)
-			o.address = words[1];
-	}
-	if (!o.listening && o.payload == 0)
+	if (!o.at.listening && o.payload == 0)
 		o.payload = 64;
 	return o;
 }
@@ -1011,7 +734,7 @@ int main(int argc, char **argv)
 	signal(SIGPIPE, SIG_IGN);
 	if (o.cpu >= 0)
 		pin(o.cpu);
-	if (!o.listening && o.dump && o.count) {
+	if (!o.at.listening && o.dump && o.count) {
 		raw_room = (size_t)o.count;
 		raw = malloc(raw_room * sizeof *raw);
 		if (!raw)
@@ -1023,16 +746,16 @@ int main(int argc, char **argv)
 	memset(buffer, 0x5a, PAYLOAD_MAX);   /* also touches every page before the clock runs */
 	token_state = now_ns() ^ (uint64_t)getpid() << 32;
 
-	int fd = o.listening ? accept_one(&o) : connect_to(&o);
+	int fd = o.at.listening ? accept_one(&o) : connect_to(&o);
 	connection = fd;
 	if (fd >= 0) {
 		uint32_t token = next_token(), peer_token = 0;
-		set_timeouts(fd, &o);
-		name_peer(fd, &o);
+		set_timeouts(fd, &o.at, o.timeout_s);
+		name_peer(fd, &o.at, figures.peer, sizeof figures.peer);
 		if (hello(fd, &o, token, &peer_token)) {
 			count_switches(-1);
 			figures.cpu_start = sched_getcpu();
-			if (o.listening)
+			if (o.at.listening)
 				answer(fd, &o, token);
 			else
 				initiate(fd, &o, token, peer_token);
