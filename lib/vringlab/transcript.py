@@ -229,8 +229,9 @@ class OpenLab:
             print(self._backend.load(arm).text(), flush=True)
 
     def provisioning(self) -> pd.DataFrame:
-        """How long each step took: columns `step` and `seconds`."""
-        return pd.DataFrame({"step": list(self.steps), "seconds": list(self.steps.values())})
+        """How long each step took: columns `step` and `seconds`, as text."""
+        seconds = [f"{seconds:.1f}" for seconds in self.steps.values()]
+        return pd.DataFrame({"step": list(self.steps), "seconds": seconds})
 
     def close(self) -> None:
         """End the guest and the host; more than once does no harm."""
