@@ -19,6 +19,7 @@ from pydantic import Field
 from vringlab.errors import InfrastructureError
 from vringlab.lab.guest import WORK, VhostUserNic
 from vringlab.lab.lab import Lab
+from vringlab.transport.local import Completed
 from vringlab.workloads import interrupts, pktgen_output, testpmd_output
 from vringlab.workloads.base import Outcome, Params
 
@@ -31,6 +32,8 @@ _PACKED_BIT = 34
 #: More than a report takes for one port: with this much of the log from before the run, the last
 #: report before it is whole.
 _REPORT_BYTES = 4000
+#: Sections of a timed run's output.
+_TIMED = ("before", "before-kicks", "after", "after-kicks", "result")
 #: testpmd drops all of them: no such machine exists.
 _SINK_MAC = "52:54:00:76:6e:01"
 
@@ -128,6 +131,17 @@ def sections(text: str) -> dict[str, str]:
     return found
 
 
+def _log_size(seen: Completed) -> int:
+    if seen.returncode != 0:
+        raise InfrastructureError(
+            "testpmd has no log on the KVM host",
+            remedy="see whether testpmd runs there: it is started with the guest",
+            stderr=seen.stderr,
+            returncode=seen.returncode,
+        )
+    return int(seen.stdout)
+
+
 class PktgenTestpmd:
     """See the module."""
 
@@ -174,7 +188,7 @@ class PktgenTestpmd:
                 stderr=done.stderr,
                 returncode=done.returncode,
             )
-        offset = int(size.wait(_MARGIN_S).stdout)
+        offset = _log_size(size.wait(_MARGIN_S))
         device, virtio, features = ready.pop("device").split()
         reading = interrupts.parse(ready.pop("interrupts"))
         queue = interrupts.tx_queues(reading, virtio)[0]
@@ -198,6 +212,13 @@ class PktgenTestpmd:
         ).stdout
 
         found = sections(timed)
+        if missing := [name for name in _TIMED if name not in found]:
+            raise InfrastructureError(
+                f"the run of pktgen printed no {missing[0]}",
+                remedy="look at what the guest printed instead",
+                host="guest",
+                stdout=timed,
+            )
         ports = testpmd_output.parse(testpmd_output.since(reports, offset - begin))
         port = lab.guest.testpmd_ports[params.nic]
         if port not in ports:
