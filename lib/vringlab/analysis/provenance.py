@@ -248,7 +248,7 @@ def flatten(provenance: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
     """Every value with its path, in order; a registered key's value is not taken apart."""
     for name, value in provenance.items():
         path = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value and path not in _LEAVES:
+        if isinstance(value, Mapping) and path not in _LEAVES:
             yield from flatten(value, f"{path}.")
         else:
             yield path, value
