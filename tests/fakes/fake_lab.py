@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -63,6 +65,7 @@ class FakeMachine:
     answers: dict[str, Answer | Callable[[str], Answer]] = field(default_factory=dict)
     commands: list[str] = field(default_factory=list)
     processes: list[FakeProcess] = field(default_factory=list)
+    files: dict[str, bytes] = field(default_factory=dict)
 
     def _answer(self, command: Sequence[str] | str) -> tuple[str, Answer]:
         text = command if isinstance(command, str) else shlex.join(command)
@@ -106,6 +109,16 @@ class FakeMachine:
                 returncode=status,
             )
         return Completed(stdout, stderr, status, 0.0)
+
+    def put(self, content: bytes | Path, path: str, *, mode: int = 0o644) -> None:
+        self.log.append(f"{self.name}: put {path} {mode:o}")
+        self.files[path] = content.read_bytes() if isinstance(content, Path) else content
+
+    @contextlib.contextmanager
+    def tunnel(self, host: str, port: int, *, timeout: float) -> Iterator[str]:
+        assert timeout > 0
+        self.log.append(f"{self.name}: tunnel {host}:{port}")
+        yield f"{host}:{port}"
 
     def asked(self, pattern: str) -> list[str]:
         """The commands that fit a pattern."""

@@ -43,6 +43,8 @@ def swap(guest: Guest, built: BuiltModule) -> None:
     if machine.run(["test", "-f", remote], check=False).returncode != 0:
         machine.run(["mkdir", "-p", folder])
         machine.put(built.path, remote)
+    # From here on what was loaded may be gone, whatever comes of it.
+    guest.loaded.pop(built.module, None)
     network = " ".join(guest.management) if built.module == "virtio_net" else ""
     done = machine.run(
         f"rm -f {result}; setsid {_SCRIPT} {result} {built.module} {remote} {network} "
