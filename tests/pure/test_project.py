@@ -157,6 +157,7 @@ LAYERS = (
     {"campaign"},
     {"analysis"},
     {"report"},
+    {"collect", "transcript"},
     {"cli", "__main__"},
 )
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}
