@@ -18,7 +18,7 @@ from vringlab.lab.lab import Lab
 from vringlab.workloads.base import Outcome, Params
 from vringlab.workloads.fio_output import outcome_of_text
 from vringlab.workloads.latency import PERCENTILES
-from vringlab.workloads.vsock_ends import TOOL_MARGIN_S, Direction, Ports, ends
+from vringlab.workloads.vsock_ends import TOOL_MARGIN_S, Direction, VsockBenchmark, ends
 
 
 class FioParams(Params):
@@ -48,7 +48,7 @@ def fio_argv(role: str, *, port: int, payload: int, runtime_s: float, cid: int =
     ]
 
 
-class FioVsockPingpong:
+class FioVsockPingpong(VsockBenchmark):
     """See the module."""
 
     name = "fio-vsock-pingpong"
@@ -61,13 +61,6 @@ class FioVsockPingpong:
         "errors": "fio reports an error or no I/O at all",
         "pinning": "a pinned thread moved during the run",
     }
-
-    def __init__(self) -> None:
-        self._ports = Ports()
-
-    def guest_options(self, points: list[Params]) -> dict[str, object]:  # noqa: ARG002 - protocol
-        """Nothing beyond a vsock device, which every guest has."""
-        return {}
 
     def run(self, lab: Lab, params: Params, duration_s: float) -> Outcome:
         """Run fio on both ends for `duration_s`.

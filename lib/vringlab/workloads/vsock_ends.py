@@ -7,6 +7,7 @@ from typing import Literal
 
 from vringlab.lab.lab import Lab
 from vringlab.transport.ssh import Machine
+from vringlab.workloads.base import Params
 
 Direction = Literal["h-g-h", "g-h-g"]
 
@@ -56,3 +57,14 @@ class Ports:
         port = self._next
         self._next = _FIRST_PORT if port >= HIGHEST_PORT else port + 1
         return port
+
+
+class VsockBenchmark:
+    """What every benchmark between two vsock ends has in common."""
+
+    def __init__(self) -> None:
+        self._ports = Ports()
+
+    def guest_options(self, points: list[Params]) -> dict[str, object]:  # noqa: ARG002 - protocol
+        """Nothing beyond a vsock device, which every guest has."""
+        return {}

@@ -17,7 +17,7 @@ from pydantic import Field
 from vringlab.lab.lab import Lab
 from vringlab.workloads.base import Outcome, Params
 from vringlab.workloads.pingpong_output import parse, pingpong_outcome
-from vringlab.workloads.vsock_ends import TOOL_MARGIN_S, Direction, Ports, ends
+from vringlab.workloads.vsock_ends import TOOL_MARGIN_S, Direction, VsockBenchmark, ends
 
 #: Round trips that are not counted: connection set-up and cold caches.
 _WARMUP = 50
@@ -35,7 +35,7 @@ class PingpongParams(Params):
     direction: Direction = Field(default="h-g-h", description="h-g-h or g-h-g")
 
 
-class VsockPingpong:
+class VsockPingpong(VsockBenchmark):
     """See the module."""
 
     name = "vsock-pingpong"
@@ -47,13 +47,6 @@ class VsockPingpong:
         "runtime": "the run was cut short, or an end was lost",
         "pinning": "a pinned thread moved during the run",
     }
-
-    def __init__(self) -> None:
-        self._ports = Ports()
-
-    def guest_options(self, points: list[Params]) -> dict[str, object]:  # noqa: ARG002 - protocol
-        """Nothing beyond a vsock device, which every guest has."""
-        return {}
 
     def run(self, lab: Lab, params: Params, duration_s: float) -> Outcome:
         """Run both ends for `duration_s`.
