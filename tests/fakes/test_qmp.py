@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 from tests.fakes.processes import DEADLINE_S, interrupted_after, until
+from tests.fakes.qmp_server import GREETING, requests, respond, send
 
 from vringlab.errors import InfrastructureError, TransientError
 from vringlab.lab.qmp import Monitor
 
 QEMU = shutil.which("qemu-system-x86_64")
-GREETING = {"QMP": {"version": {"qemu": {"major": 7, "minor": 2, "micro": 0}}, "capabilities": []}}
 
 #: Takes a command, gives what is sent back; None sends nothing, an exception hangs up.
 Answer = Callable[[dict[str, Any]], dict[str, Any] | None]
@@ -39,13 +39,13 @@ def speaking(answer: Answer, *, greet: bool = True) -> Iterator[socket.socket]:
     def serve() -> None:
         with theirs, contextlib.suppress(HangUp, OSError):
             if greet:
-                _send(theirs, GREETING)
-            for request in _requests(theirs):
+                send(theirs, GREETING)
+            for request in requests(theirs):
                 reply: dict[str, Any] | None = {"return": {}}
                 if request["execute"] != "qmp_capabilities":
                     reply = answer(request)
                 if reply is not None:
-                    _send(theirs, {**reply, **_id(request)})
+                    respond(theirs, request, reply)
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
@@ -55,28 +55,6 @@ def speaking(answer: Answer, *, greet: bool = True) -> Iterator[socket.socket]:
         ours.close()
         thread.join(timeout=DEADLINE_S)
         assert not thread.is_alive()
-
-
-def _id(request: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in request.items() if key == "id"}
-
-
-def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    connection.sendall(json.dumps(message).encode() + b"\r\n")
-
-
-def _requests(connection: socket.socket) -> Iterator[dict[str, Any]]:
-    """Nothing but the end of an object separates requests."""
-    heard, decoder = "", json.JSONDecoder()
-    while data := connection.recv(65536):
-        heard += data.decode()
-        while heard.strip():
-            try:
-                request, end = decoder.raw_decode(heard.lstrip())
-            except ValueError:
-                break
-            heard = heard.lstrip()[end:]
-            yield request
 
 
 def nothing(_request: dict[str, Any]) -> None:
@@ -181,8 +159,8 @@ def test_a_qemu_that_dies_unasked(capfd: pytest.CaptureFixture[str]) -> None:
     with theirs:
         opener = threading.Thread(target=lambda: monitors.append(Monitor(ours, name="guest")))
         opener.start()
-        _send(theirs, GREETING)
-        _send(theirs, {"return": {}, **_id(next(_requests(theirs)))})
+        send(theirs, GREETING)
+        respond(theirs, next(requests(theirs)), {"return": {}})
         opener.join(timeout=DEADLINE_S)
     with monitors[0] as monitor, pytest.raises(InfrastructureError):
         monitor.execute("query-status")

@@ -189,7 +189,7 @@ def _read_members(tar: Path, modules: tuple[str, ...], target: Path) -> tuple[st
                 return b"" if stream is None else stream.read()
 
             kernel = next(
-                (name for name in members if name.startswith("boot/vmlinuz-")), "a kernel"
+                (name for name in members if name.startswith("boot/vmlinuz-")), "boot/vmlinuz-*"
             )
             release = kernel.removeprefix("boot/vmlinuz-")
             packed = read(kernel)
