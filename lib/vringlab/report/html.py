@@ -286,7 +286,9 @@ def _figures(summary: Summary) -> list[dict[str, object]]:
 
 _PATH = re.compile(r' d="([^"]*)"')
 _DECIMALS = re.compile(r"(\.\d\d)\d+")
-_IDENTITY = re.compile(r'\bid="([^"]+)"')
+_IDENTITY = re.compile(r'\s\bid="([^"]+)"')
+_REFERENCE = re.compile(r'\bhref="#([^"]+)"')
+_ADDRESS = re.compile(r"url\(#([^)]+)\)")
 
 
 def inline_svg(figure: RunFigure, prefix: str, width: Width) -> Markup:
@@ -304,14 +306,14 @@ def inline_svg(figure: RunFigure, prefix: str, width: Width) -> Markup:
     text = re.sub(r"\s*\n\s*", "\n", text)
     for colour, variable in _COLOURS.items():
         text = text.replace(colour, variable)
-    names = set(_IDENTITY.findall(text))
-    text = _IDENTITY.sub(lambda found: f'id="{prefix}-{_plain(found[1])}"', text)
-    text = re.sub(
-        r'href="#([^"]+)"',
-        lambda found: f'href="#{prefix}-{_plain(found[1])}"' if found[1] in names else found[0],
+    used = set(_REFERENCE.findall(text)) | set(_ADDRESS.findall(text))
+    text = _IDENTITY.sub(
+        # A name that nothing refers to may stand for many parts, and a page has each once.
+        lambda found: f' id="{prefix}-{_plain(found[1])}"' if found[1] in used else "",
         text,
     )
-    text = re.sub(r"url\(#([^)]+)\)", lambda found: f"url(#{prefix}-{_plain(found[1])})", text)
+    text = _REFERENCE.sub(lambda found: f'href="#{prefix}-{_plain(found[1])}"', text)
+    text = _ADDRESS.sub(lambda found: f"url(#{prefix}-{_plain(found[1])})", text)
     head, _, rest = text.partition(">")
     size = re.search(r'viewBox="[^"]+"', head)
     alt = Markup.escape(figure.alt)

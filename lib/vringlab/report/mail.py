@@ -44,6 +44,19 @@ def _wrap(text: str, indent: str = "", hang: str | None = None) -> list[str]:
     return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines] or [indent.rstrip()]
 
 
+def _command(text: str) -> list[str]:
+    """A command that can be copied whole: broken lines end as a shell wants them."""
+    lines = textwrap.wrap(
+        ascii_text(text),
+        COLUMNS - 2,
+        initial_indent="  ",
+        subsequent_indent="    ",
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+    return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
+
+
 def mail_text(run: RunFrames | Summary) -> str:
     """The block for a cover letter. Never raises for a fault of the data.
 
@@ -70,7 +83,7 @@ def mail_text(run: RunFrames | Summary) -> str:
     if table.sections:
         lines += ["", *_wrap(f"{table.legend[0].upper()}{table.legend[1:]}.")]
     lines += _verdict_lines(frames)
-    lines += ["", *_wrap(f"Again: {command_again(frames)}", "", "       ")]
+    lines += ["", "Again:", *_command(command_again(frames))]
     if sentence(frames.time):
         lines += _wrap(sentence(frames.time))
     for note in table.notes[sum(len(part.notes) for part in table.sections) :]:

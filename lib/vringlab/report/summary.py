@@ -318,6 +318,8 @@ def count(number: int, noun: str) -> str:
 def amount(value: float, unit: str, metric: str = "") -> str:
     """A figure for people: `1.23 ms`, `594 kpps`."""
     number, _, name = humanize(value, unit).partition(" ")
+    if "e" in number and abs(value) < 1e15:
+        number = f"{value:.0f}"
     if abs(float(number)) < 99.95:
         number = _three(float(number))
     text = f"{number} {name}"
