@@ -51,13 +51,12 @@ class Page:
         self._buffer = b""
         self._number = 0
         self._events: list[dict[str, Any]] = []
+        self._session: str | None = None
         target = self._call("Target.createTarget", {"url": "about:blank"})["targetId"]
         attached = self._call("Target.attachToTarget", {"targetId": target, "flatten": True})
-        self._session: str | None = attached["sessionId"]
+        self._session = attached["sessionId"]
         for domain in ("Page", "Network", "Runtime"):
             self._call(f"{domain}.enable")
-
-    _session = None
 
     def _receive(self, deadline: float) -> dict[str, Any]:
         while b"\0" not in self._buffer:

@@ -315,18 +315,8 @@ def test_a_mail_has_what_a_reviewer_asks_for(net: RunFrames) -> None:
     assert "Verdicts on the published figures:" in text
     assert "randomised blocks of 2 boots" in text
     command = text.partition("Again:\n")[2].replace("\\\n", "")
-    wanted = [
-        "vringlab",
-        "run",
-        "virtio-net-napi-tx",
-        "--profile",
-        "quick",
-        "--seed",
-        "7",
-        "-p",
-        "ring=split",
-    ]
-    assert command.split()[: len(wanted)] == wanted
+    again = "vringlab run virtio-net-napi-tx --profile quick --seed 7 -p ring=split"
+    assert " ".join(command.split()).startswith(again)
     assert re.search(r"merged +\S+ [kM]pps \[\S+, \S+\] [kM]pps +n=4", text)
 
 
