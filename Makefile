@@ -40,7 +40,9 @@ lab: setup ## Open JupyterLab in notebooks/
 notebooks: setup ## Execute every notebook with its defaults into runs/notebooks/
 	@mkdir -p runs/notebooks
 	@for notebook in notebooks/*.ipynb; do \
-		$(BIN)/papermill --kernel python3 "$$notebook" "runs/$$notebook"; \
+		options=(); \
+		if grep -q figures_folder "$$notebook"; then options=(-p figures_folder figures); fi; \
+		$(BIN)/papermill --kernel python3 "$${options[@]}" "$$notebook" "runs/$$notebook"; \
 	done
 
 lock: setup ## Resolve requirements.lock and environment.yml from pyproject.toml (needs uv)

@@ -386,6 +386,7 @@ def running(inside: FakeMachine) -> Guest:
         SimpleNamespace(
             machine=inside,
             loaded={},
+            delivered=set(),
             management=("52:54:00:76:6c:01", "192.168.77.2/24", "192.168.77.1"),
         ),
     )
@@ -397,11 +398,10 @@ def built(folder: Path, module: str) -> BuiltModule:
     return cast(BuiltModule, SimpleNamespace(module=module, path=path, build_id=BUILD_ID))
 
 
-def swapping(inside: FakeMachine, result: str, *, there: bool = False, log: str = "") -> None:
+def swapping(inside: FakeMachine, result: str, *, log: str = "") -> None:
     inside.answers |= {
-        "^test -f": ("", "", 0 if there else 1),
         "^mkdir": OK,
-        "setsid": (f"{result}\n", "", 0),
+        "swap-module": (f"{result}\n", "", 0),
         "dmesg": (log, "", 0),
     }
 
@@ -414,7 +414,7 @@ def test_an_arm_is_copied_loaded_and_remembered(
     remote = f"{WORK}/modules/{BUILD_ID}.ko"
     assert inside.files == {remote: b"module"}
     assert running.loaded == {"vmw_vsock_virtio_transport": BUILD_ID}
-    (command,) = inside.asked("setsid")
+    (command,) = inside.asked("swap-module")
     assert f"vmw_vsock_virtio_transport {remote}" in command
     assert "192.168.77.2" not in command
 
@@ -422,7 +422,9 @@ def test_an_arm_is_copied_loaded_and_remembered(
 def test_an_arm_that_is_there_is_not_copied_again(
     running: Guest, inside: FakeMachine, tmp_path: Path
 ) -> None:
-    swapping(inside, f"ok {BUILD_ID}", there=True)
+    swapping(inside, f"ok {BUILD_ID}")
+    swap(running, built(tmp_path, "vsock"))
+    inside.files.clear()
     swap(running, built(tmp_path, "vsock"))
     assert inside.files == {}
 
@@ -432,7 +434,7 @@ def test_with_virtio_net_the_management_interface_is_brought_back(
 ) -> None:
     swapping(inside, f"ok {BUILD_ID}")
     swap(running, built(tmp_path, "virtio_net"))
-    (command,) = inside.asked("setsid")
+    (command,) = inside.asked("swap-module")
     assert "52:54:00:76:6c:01 192.168.77.2/24 192.168.77.1" in command
 
 
@@ -484,7 +486,7 @@ def test_a_swap_without_a_result(
 def test_a_guest_that_does_not_come_back(
     running: Guest, inside: FakeMachine, tmp_path: Path
 ) -> None:
-    inside.answers |= {"^test -f": OK, "setsid": ("", "", STILL_RUNNING)}
+    inside.answers |= {"^mkdir": OK, "swap-module": ("", "", STILL_RUNNING)}
     with pytest.raises(TransientError) as caught:
         swap(running, built(tmp_path, "virtio_net"))
     assert "network did not come back" in caught.value.remedy

@@ -110,6 +110,7 @@ class Guest:
         nics: MAC address of each vhost-user device.
         testpmd_ports: testpmd port of each vhost-user device.
         loaded: Build-id of each module swapped in, by module.
+        delivered: Build-ids of modules whose file is in the guest.
     """
 
     machine: Machine
@@ -124,6 +125,7 @@ class Guest:
     nics: dict[VhostUserNic, str] = field(default_factory=dict)
     testpmd_ports: dict[VhostUserNic, int] = field(default_factory=dict)
     loaded: dict[str, str] = field(default_factory=dict)
+    delivered: set[str] = field(default_factory=set)
 
     @property
     def management(self) -> tuple[str, str, str]:

@@ -40,16 +40,16 @@ def swap(guest: Guest, built: BuiltModule) -> None:
     folder = f"{WORK}/modules"
     remote = f"{folder}/{built.build_id}.ko"
     result = f"{WORK}/swap.result"
-    if machine.run(["test", "-f", remote], check=False).returncode != 0:
+    if built.build_id not in guest.delivered:
         machine.run(["mkdir", "-p", folder])
         machine.put(built.path, remote)
+        guest.delivered.add(built.build_id)
     # From here on what was loaded may be gone, whatever comes of it.
     guest.loaded.pop(built.module, None)
     network = " ".join(guest.management) if built.module == "virtio_net" else ""
+    # The script goes on while the network is away, and what it prints arrives once it is back.
     done = machine.run(
-        f"rm -f {result}; setsid {_SCRIPT} {result} {built.module} {remote} {network} "
-        f"</dev/null >/dev/null 2>&1 & until [ -f {result} ]; do busybox usleep 10000; done; "
-        f"cat {result}",
+        f"{_SCRIPT} {result} {built.module} {remote} {network} >/dev/null 2>&1; cat {result}",
         timeout=_SWAP_S,
         remedy="the guest's network did not come back after the swap",
     )
