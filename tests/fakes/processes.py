@@ -6,6 +6,7 @@ import contextlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -47,6 +48,25 @@ def interrupted_after(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@contextlib.contextmanager
+def interrupted_when(condition: Callable[[], bool]) -> Iterator[None]:
+    """Ctrl-C for this thread once the condition is true."""
+    target = threading.get_ident()
+
+    def watch() -> None:
+        if until(condition):
+            # To this very thread: only then does its system call end.
+            signal.pthread_kill(target, signal.SIGALRM)
+
+    watcher = threading.Thread(target=watch)
+    with interrupted_after(10 * DEADLINE_S):
+        watcher.start()
+        try:
+            yield
+        finally:
+            watcher.join()
 
 
 def script(path: Path, text: str) -> Path:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tests.fakes.processes import alive, interrupted_after, script, until
+from tests.fakes.processes import alive, interrupted_when, script, until
 
 from vringlab.errors import InfrastructureError
 from vringlab.image import build
@@ -257,7 +257,7 @@ def test_a_cache_that_is_no_folder(workshop: Workshop) -> None:
 
 def test_an_interrupted_build_ends_mmdebstrap_and_leaves_nothing(workshop: Workshop) -> None:
     workshop.mmdebstrap(f"sleep 1000 & echo $! >> {workshop.pids}; wait")
-    with interrupted_after(0.7), pytest.raises(KeyboardInterrupt):
+    with interrupted_when(lambda: workshop.called == 2), pytest.raises(KeyboardInterrupt):
         ensure_image(RECIPE)
     running = [int(pid) for pid in workshop.pids.read_text().split()]
     assert len(running) == 2

@@ -137,7 +137,7 @@ def test_something_else_that_answers() -> None:
 def test_a_command_without_an_answer() -> None:
     with (
         speaking(nothing) as end,
-        Monitor(end, name="guest", timeout=0.3) as monitor,
+        Monitor(end, name="guest", timeout=2.0) as monitor,
         pytest.raises(TransientError, match="did not answer"),
     ):
         monitor.execute("stop")

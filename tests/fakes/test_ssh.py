@@ -153,10 +153,10 @@ def test_a_silent_command_ends_at_its_deadline_on_the_far_side_too(
 ) -> None:
     # paramiko#448: recv_exit_status waits for ever.
     path = tmp_path / "pids"
-    with pytest.raises(TransientError, match=r"did not end within 0\.5 s") as caught:
+    with pytest.raises(TransientError, match=r"did not end within 2 s") as caught:
         machine.run(
             f"sleep 1000 & echo $! > {path}; echo $$ >> {path}; echo begun; wait",
-            timeout=0.5,
+            timeout=2,
             remedy="wait longer",
         )
     assert caught.value.stdout == "begun\n"
@@ -168,6 +168,7 @@ def test_a_silent_command_ends_at_its_deadline_on_the_far_side_too(
 def test_waiting_for_an_end_that_does_not_come(machine: Machine, tmp_path: Path) -> None:
     path = tmp_path / "pid"
     process = machine.start(f"echo $$ > {path}; exec sleep 1000")
+    assert until(path.exists)
     with pytest.raises(TransientError, match=r"did not end within 0\.3 s"):
         process.wait(0.3)
     machine.run(f"kill $(cat {path})")
@@ -199,7 +200,7 @@ def test_descriptors_beyond_select(machine: Machine) -> None:
 def test_many_commands_leave_no_descriptor_behind(machine: Machine) -> None:
     machine.run("true")
     before = len(list(Path("/proc/self/fd").iterdir()))
-    for _ in range(20):
+    for _ in range(8):
         machine.run("echo x; exit 1", check=False)
     assert len(list(Path("/proc/self/fd").iterdir())) <= before + 2
 
@@ -217,8 +218,9 @@ def test_a_background_command_is_waited_for_by_its_words(machine: Machine) -> No
 
 def test_words_that_never_come(machine: Machine) -> None:
     process = machine.start("echo else; sleep 30")
-    with pytest.raises(TransientError, match=r"did not print 'ready' within 0\.5 s") as caught:
-        process.wait_for("ready", 0.5)
+    process.wait_for("else", DEADLINE_S)
+    with pytest.raises(TransientError, match=r"did not print 'ready' within 0\.3 s") as caught:
+        process.wait_for("ready", 0.3)
     assert caught.value.stdout == "else\n"
     assert process.running
     process.close()
