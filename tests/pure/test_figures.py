@@ -7,6 +7,7 @@ import pkgutil
 import sys
 import types
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +20,11 @@ from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 from tests.fakes.fake_runs import NET, SHAPES, VSOCK, as_measured, loaded, with_samples
 
+from vringlab.analysis.claims import load_claims
 from vringlab.analysis.frames import RunFrames
 from vringlab.errors import InfrastructureError
 from vringlab.report import figures as figures_module
-from vringlab.report.canvas import Width, log_ticks, text_inches, wrapped
+from vringlab.report.canvas import RunFigure, Width, log_ticks, text_inches, wrapped
 from vringlab.report.family import Family
 from vringlab.report.figures import drawn_metrics, families, figures_for, save_figures
 from vringlab.report.latency_figures import curve
@@ -198,6 +200,30 @@ def test_why_samples_are_invalid_stands_in_the_figure(vsock: RunFrames) -> None:
     without = figures_for(vsock, notes=False)["round-trips-fio-vsock-pingpong"]
     assert "simulated short reads" in without.caption  # type: ignore[attr-defined]
     assert "in no interval" not in " ".join(text.get_text() for text, _ in texts(without))
+
+
+def test_published_ratios_stand_beside_the_measured_ones(net: RunFrames, drawn: Drawn) -> None:
+    figure = drawn[NET]["effects"]
+    claims = [
+        claim
+        for claim in load_claims(NET)
+        if claim.ratio is not None and claim.params.get("ring") == "split"
+    ]
+    seen = sorted(
+        (arm, round(float(np.asarray(line.get_xdata())[0]), 9), line.get_marker())
+        for arm, line in marked(figure, "claimed")
+    )
+    wanted = sorted(
+        (c.arms[1], round(float(np.log(c.ratio or 1)), 9), "D" if c.status == "standing" else "x")
+        for c in claims
+    )
+    assert seen == wanted
+    assert {marker for _, _, marker in seen} == {"D", "x"}
+    limits = [axes.get_xlim() for axes in figure.axes]
+    assert all(any(low <= x <= high for low, high in limits) for _, x, _ in seen)
+    # Without claims of that name nothing is marked.
+    other = replace(net, plan=replace(net.plan, experiment="nobody-claimed-this"))
+    assert not list(marked(figures_for(other)["effects"], "claimed"))
 
 
 def test_titles_say_arms_kernel_host_and_n(net: RunFrames) -> None:
@@ -399,11 +425,12 @@ def test_figures_are_saved_as_png_and_svg(net: RunFrames, tmp_path: Path) -> Non
     assert all(path.stat().st_size > 1000 for path in paths)
 
 
-def test_the_same_figure_gives_the_same_bytes(net: RunFrames, tmp_path: Path) -> None:
-    one, two = (save_figures(net, tmp_path / name) for name in ("a", "b"))
-    for first, second in zip(one, two, strict=True):
-        if first.suffix == ".svg":
-            assert first.read_bytes() == second.read_bytes(), first.name
+def test_the_same_figure_gives_the_same_bytes(net: RunFrames, drawn: Drawn) -> None:
+    for name, figure in figures_for(net).items():
+        assert isinstance(figure, RunFigure)
+        before = drawn[NET][name]
+        assert isinstance(before, RunFigure)
+        assert figure.svg() == before.svg(), name
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_with_a_remedy(

@@ -40,6 +40,9 @@ _ROW = 0.235
 _AXIS = 0.26
 _GAP = 0.2
 
+#: Room for the axis itself, in inches, below which texts are shortened.
+_LEAST = 1.6
+
 #: How far beyond the estimates and floors an interval may stretch an axis (log scale).
 _WIDEN = 1.2
 
@@ -119,7 +122,12 @@ def effects(
     room = usable(width)
     rows = [row for groups in panels.values() for group in groups for row in group.rows]
     left = max(text_inches(row.arm, SMALL) for row in rows) + 0.12
-    right = max(text_inches(_text(row), SMALL, "bold") for row in rows) + 0.15
+    texts = {id(row): _text(row) for row in rows}
+    right = max(text_inches(text, SMALL, "bold") for text in texts.values()) + 0.15
+    if room - left - right < _LEAST:
+        # The dashes of its line say of an interval that it is one boot's.
+        texts = {key: text.removesuffix(" (1 boot)") for key, text in texts.items()}
+        right = max(text_inches(text, SMALL, "bold") for text in texts.values()) + 0.15
     inner = room - left - right
     marked = {id(row): [mark for mark in marks if mark.fits(row)] for row in rows}
     titles = {
@@ -161,7 +169,7 @@ def effects(
             gid="panel-title",
         )
         lines = {group.title: titles[metric, group.title] for group in groups}
-        _draw(axes, groups, lines, shown, left, inner, marked)
+        _draw(axes, groups, lines, shown, left, inner, marked, texts)
         top += head + heights[metric] + _AXIS + _GAP
     return made.figure
 
@@ -219,6 +227,7 @@ def _draw(
     left: float,
     inner: float,
     marked: Mapping[int, Sequence[Mark]],
+    texts: Mapping[int, str],
 ) -> None:
     rows = [row for group in groups for row in group.rows]
     low, high = _limits(rows, [mark for row in rows for mark in marked[id(row)]])
@@ -260,7 +269,7 @@ def _draw(
             band.set_gid("floor")
             axes.add_patch(band)
         for row in group.rows:
-            _row(axes, row, y + _ROW / 2, shown[row.arm], (low, high))
+            _row(axes, row, y + _ROW / 2, shown[row.arm], (low, high), texts[id(row)])
             _marks(axes, y + _ROW / 2, marked[id(row)])
             places.append(y + _ROW / 2)
             names.append(row.arm)
@@ -268,9 +277,11 @@ def _draw(
     axes.set_yticks(places, names)
 
 
-def _row(axes: Axes, row: ArmRow, y: float, look: Look, limits: tuple[float, float]) -> None:
+def _row(
+    axes: Axes, row: ArmRow, y: float, look: Look, limits: tuple[float, float], text: str
+) -> None:
     axes.annotate(
-        _text(row),
+        text,
         (1, y),
         xytext=(8, 0),
         textcoords="offset points",

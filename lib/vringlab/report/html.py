@@ -223,7 +223,8 @@ def _verdict(verdict: Verdict) -> dict[str, object]:
         if found.interval.known:
             text += f" {interval_text(found.interval)}"
         numbers.append(("measured here", text))
-        numbers.append(("n", f"{found.effect.blocks} blocks, {count(found.effect.boots, 'boot')}"))
+        blocks, boots = found.effect.blocks, found.effect.boots
+        numbers.append(("n", f"{count(blocks, 'block')}, {count(boots, 'boot')}"))
     if found.noise is not None:
         numbers.append(("noise floor", f"{100 * (found.noise.floor - 1):.1f} %"))
     if found.smallest_detectable is not None:
