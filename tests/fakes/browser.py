@@ -20,7 +20,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-CHROMIUM = "/usr/bin/chromium"
+#: Debian's name, Fedora's, and that of the build that Google ships.
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))),
+    "/usr/bin/chromium",
+)
 
 _FLAGS = (
     "--headless",
