@@ -24,6 +24,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Literal
 
+import math
 import numpy as np
 from scipy import optimize, special
 from scipy import stats as sps
@@ -52,7 +53,7 @@ def spent(fraction: float, alpha: float, spending: Spending = "power") -> float:
     if spending == "obrien-fleming":
         return float(4 * sps.norm.sf(sps.norm.isf(alpha / 4) / np.sqrt(t)))
     if spending == "pocock":
-        return float(alpha * np.log1p((np.e - 1) * t))
+        return float(alpha * np.log1p((math.e - 1) * t))
     if spending == "power":
         return float(alpha * t**EXPONENT)
     raise UserError(
