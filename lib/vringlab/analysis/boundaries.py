@@ -21,10 +21,10 @@ How much of alpha is spent by which look is set by a spending function (Lan and 
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Literal
 
-import math
 import numpy as np
 from scipy import optimize, special
 from scipy import stats as sps
