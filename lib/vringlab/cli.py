@@ -356,6 +356,28 @@ def calibrate(
 
 
 @app.command()
+def latencies(
+    files: Annotated[
+        list[Path], typer.Argument(help="Text files with one latency in ns a line, or .npy files.")
+    ],
+    figure: Annotated[
+        Path | None, typer.Option(help="Write the distributions here, .png or .svg.")
+    ] = None,
+) -> None:
+    """Summarise raw latencies side by side (vringlab-pingpong --dump writes such files)."""
+    from rich.console import Console
+
+    from vringlab.analysis.latencies import load
+    from vringlab.report import raw_latencies
+
+    samples = {path.name: load(path) for path in files}
+    Console().print(raw_latencies.table(samples))
+    if figure is not None:
+        figure.parent.mkdir(parents=True, exist_ok=True)
+        raw_latencies.figure(samples).savefig(figure, dpi=160)
+
+
+@app.command()
 def build(
     experiment: Annotated[
         str | None, typer.Argument(help="Only this experiment's arms; all when not given.")

@@ -171,8 +171,8 @@ def distributions(
         below = panel if across == 1 else 0.0
         first = made.axes(margin + left, top, inner, _HEIGHT)
         second = made.axes(margin + left + step, top + below, inner, _HEIGHT)
-        _cumulative(first, found, shown, inner)
-        _percentiles(second, found, shown)
+        cumulative(first, found, shown, inner)
+        percentiles(second, found, shown)
         for number, line in enumerate(reversed(titles[row])):
             first.annotate(
                 line,
@@ -205,9 +205,10 @@ def _strokes(axes: Axes, arm: str, one: Curve, look: Look, x: Floats, y: Floats)
     axes.plot(x, y, gid=f"{'curve' if one.valid else 'invalid'}:{arm}", zorder=3, **style)
 
 
-def _cumulative(
+def cumulative(
     axes: Axes, found: Mapping[str, Curve], shown: Mapping[str, Look], inches: float
 ) -> None:
+    """Draw the share of messages over round-trip time; `inches` is the axes' width."""
     axes.set_xscale("log")
     for arm, one in found.items():
         if one.valid and one.samples > 1:
@@ -227,7 +228,8 @@ def _cumulative(
     tidy_axes(axes, grid="both")
 
 
-def _percentiles(axes: Axes, found: Mapping[str, Curve], shown: Mapping[str, Look]) -> None:
+def percentiles(axes: Axes, found: Mapping[str, Curve], shown: Mapping[str, Look]) -> None:
+    """Draw round-trip time over percentile, in nines as HdrHistogram's plots do."""
     axes.set_xscale("log")
     axes.set_yscale("log")
     for arm, one in found.items():
