@@ -9,12 +9,14 @@ import pytest
 from vringlab.analysis import judgement
 from vringlab.analysis.claims import load_claims
 from vringlab.analysis.frames import load_run
+from vringlab.analysis.verdicts import decide_claim, judge
 from vringlab.campaign import experiment as experiments
 from vringlab.campaign.fake import FakeSession
 from vringlab.campaign.plan import Plan, make_plan
 from vringlab.campaign.runner import RunResult, execute
 from vringlab.campaign.store import Store
 from vringlab.errors import UserError
+from vringlab.settings import settings
 
 NAME = "vsock-direct-enqueue"
 
@@ -70,3 +72,16 @@ def test_decided_run_is_judged_by_its_looks(tmp_path: Path) -> None:
     assert early
     for name, verdict in verdicts.items():
         assert verdict.evidence.basis.startswith("look") == (name in early)
+
+
+def test_early_decisions_agree_with_the_whole_of_a_recorded_run() -> None:
+    run = load_run(settings().data / "recorded" / "virtio-net-napi-tx")
+    looks = judgement.sequential_plan(run.plan)
+    early = 0
+    for claim in judgement.decidable(load_claims(run.plan.experiment), run.plan):
+        decision, verdict = decide_claim(claim, run.samples, looks, run.provenance)
+        whole = judge(claim, run.samples, run.provenance, draws=0)
+        if decision.outcome in ("effect", "no effect"):
+            assert verdict.word == whole.word, claim.id
+            early += decision.units < looks.units
+    assert early, "the recording has claims that are decided before its last boot"

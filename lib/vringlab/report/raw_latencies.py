@@ -49,12 +49,13 @@ def figure(samples: Mapping[str, np.ndarray[tuple[int], np.dtype[np.float64]]]) 
         cumulative(left, curves, looks, _INCHES)
         percentiles(right, curves, looks)
         total = sum(one.messages for one in curves.values())
-        left.set_title(f"{total:,} latencies, raw".replace(",", " "), loc="left", weight="bold")
+        counted = f"{total:,}".replace(",", " ")
+        left.set_title(f"{counted} raw latencies", loc="left", weight="bold")
         handles = [
             Line2D([], [], color=look.colour, ls=look.dashes, label=name)
             for name, look in looks.items()
         ]
         made.legend(handles=handles, loc="lower left", ncols=3, frameon=False)
-        made.subplots_adjust(left=0.08, right=0.97, top=0.9, bottom=0.24, wspace=0.22)
+        made.subplots_adjust(left=0.08, right=0.97, top=0.9, bottom=0.2, wspace=0.22)
         plt.close(made)
     return made
