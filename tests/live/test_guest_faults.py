@@ -32,7 +32,7 @@ def test_guest_that_never_comes_up_shows_its_console(
     with pytest.raises(TransientError) as caught, guest.boot_guest(host, spec):
         pass
     assert "Kernel panic" in str(caught.value)
-    left = host.machine.run("pgrep -f vringlab-guest", check=False)
+    left = host.machine.run("pgrep -f '[v]ringlab-guest'", check=False)
     assert left.stdout == "", "no QEMU may stay behind"
 
 
