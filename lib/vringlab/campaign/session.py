@@ -17,7 +17,7 @@ from vringlab import __version__
 from vringlab.campaign.budget import Budget
 from vringlab.campaign.experiment import Experiment, Value
 from vringlab.campaign.store import merged
-from vringlab.errors import InfrastructureError, UserError
+from vringlab.errors import UserError
 from vringlab.image.build import Image, ensure_image
 from vringlab.kernels.base import resolve
 from vringlab.kernels.buildroot import ensure_buildroot
@@ -246,7 +246,4 @@ def open_session(
             built = modules.result()
         session = MachineSession(machine, built, budget, switch, on_step)
         stack.callback(session.close)
-        missing = [name for name in arms if name not in built]
-        if missing:
-            raise InfrastructureError(f"arms were not built: {', '.join(missing)}")
         yield session

@@ -6,15 +6,13 @@ exit codes.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from vringlab.errors import InfrastructureError
 from vringlab.workloads.base import Outcome
 from vringlab.workloads.latency import (
     Latency,
@@ -23,6 +21,7 @@ from vringlab.workloads.latency import (
     rtt_metrics,
     window_problem,
 )
+from vringlab.workloads.tool_report import read_report
 
 _START = re.compile(r'^\{"tool": "vringlab-pingpong"', re.MULTILINE)
 _REMEDY = (
@@ -136,30 +135,9 @@ def parse(text: str) -> PingpongResult:
     Raises:
         InfrastructureError: there is no report, it is cut off, or it is another version's.
     """
-    match = _START.search(text)
-    if match is None:
-        raise InfrastructureError(
-            "vringlab-pingpong printed no report", remedy=_REMEDY, stdout=text
-        )
-    try:
-        found, _ = json.JSONDecoder().raw_decode(text, match.start())
-        report = _Report.model_validate(found)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise InfrastructureError(
-            f"the report of vringlab-pingpong has an unusable {where}: {first['msg']}",
-            remedy="the tool in the image and this library differ: build the image again",
-            stdout=text,
-        ) from None
-    except (ValueError, RecursionError) as error:
-        reason = str(error).splitlines()[0]
-        raise InfrastructureError(
-            f"the report of vringlab-pingpong is cut off or damaged: {reason}",
-            remedy=_REMEDY,
-            stdout=text,
-        ) from None
-    return _result(report)
+    return _result(
+        read_report(text, tool="vringlab-pingpong", start=_START, model=_Report, remedy=_REMEDY)
+    )
 
 
 def _result(report: _Report) -> PingpongResult:

@@ -6,15 +6,14 @@ drawn, what the common window is, and the exit codes.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from vringlab.errors import InfrastructureError
 from vringlab.workloads.base import Metric, Outcome
+from vringlab.workloads.tool_report import read_report
 
 _START = re.compile(r'^\{"tool": "vringlab-stream"', re.MULTILINE)
 _REMEDY = (
@@ -218,27 +217,9 @@ def parse(text: str) -> StreamResult:
     Raises:
         InfrastructureError: there is no report, it is cut off, or it is another version's.
     """
-    match = _START.search(text)
-    if match is None:
-        raise InfrastructureError("vringlab-stream printed no report", remedy=_REMEDY, stdout=text)
-    try:
-        found, _ = json.JSONDecoder().raw_decode(text, match.start())
-        return StreamResult.model_validate(found)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise InfrastructureError(
-            f"the report of vringlab-stream has an unusable {where}: {first['msg']}",
-            remedy="the tool in the image and this library differ: build the image again",
-            stdout=text,
-        ) from None
-    except (ValueError, RecursionError) as error:
-        reason = str(error).splitlines()[0]
-        raise InfrastructureError(
-            f"the report of vringlab-stream is cut off or damaged: {reason}",
-            remedy=_REMEDY,
-            stdout=text,
-        ) from None
+    return read_report(
+        text, tool="vringlab-stream", start=_START, model=StreamResult, remedy=_REMEDY
+    )
 
 
 def stream_outcome(
