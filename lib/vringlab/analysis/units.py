@@ -124,8 +124,13 @@ _SPECS = (
         "Transactions per second divided by the host's CPU use.",
         per=("transactions", "cpu"),
     ),
+    MetricSpec("guest_cpu", "percent", "lower", "CPU time used in the guest; 100 is one vCPU."),
+    MetricSpec("vhost_cpu", "percent", "lower", "CPU time of the vhost worker; 100 is one CPU."),
+    MetricSpec("vhost_wakeups", "1/s", "lower", "Wakeups of the vhost worker per second."),
     MetricSpec("slab_peak", "byte", "lower", "Memory of the slab caches, highest sample."),
     MetricSpec("slab_median", "byte", "lower", "Memory of the slab caches, middle sample."),
+    MetricSpec("host_slab_peak", "byte", "lower", "The same on the host, highest sample."),
+    MetricSpec("host_slab_median", "byte", "lower", "The same on the host, middle sample."),
 )
 
 #: All metrics by name. The first block of names is shared with the workloads' samples.
