@@ -102,7 +102,6 @@ def test_a_name_is_no_path() -> None:
         ({"base_kernel": "6.12"}, "base_kernel"),
         ({"arms": []}, "arms"),
         ({"arms": document()["arms"] + document()["arms"][:1]}, "named twice: queued"),
-        ({"workloads": document()["workloads"] * 2}, "named twice"),
         ({"profiles": {"quick": document()["profiles"]["quick"]}}, "no profile smoke, full"),
         (
             {"profiles": {**document()["profiles"], "huge": document()["profiles"]["full"]}},

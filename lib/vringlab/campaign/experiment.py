@@ -73,14 +73,30 @@ class Probe(_Strict):
 
 
 class WorkloadProfile(_Strict):
-    """What one profile changes of one workload."""
+    """What one profile changes of one workload.
+
+    Attributes:
+        matrix: Values by parameter, in place of the workload's own.
+        duration_s: Timed window in seconds.
+        skip: Whether the profile leaves this use of the workload out.
+    """
 
     matrix: Matrix = Field(default_factory=dict)
     duration_s: float | None = Field(default=None, gt=0)
+    skip: bool = False
 
 
 class WorkloadUse(_Strict):
-    """One workload of an experiment and the values of its parameters."""
+    """One workload of an experiment and the values of its parameters.
+
+    A workload may be used several times: one matrix is a product, and not every combination of
+    values has a meaning.
+
+    Attributes:
+        workload: Its name.
+        matrix: Values by parameter.
+        profiles: What a profile changes.
+    """
 
     workload: Name
     matrix: Matrix
@@ -97,6 +113,11 @@ class WorkloadUse(_Strict):
                         f"{self.workload}"
                     )
         return self
+
+    def skipped(self, profile: str) -> bool:
+        """Whether that profile leaves it out."""
+        use = self.profiles.get(profile)
+        return use is not None and use.skip
 
     def values(self, profile: str) -> dict[str, list[Value]]:
         """The matrix as that profile measures it."""
@@ -141,6 +162,7 @@ class Experiment(_Strict):
     base_kernel: str = Field(pattern=r"^(debian|git|tarball|tree):.+$")
     module: str
     side: Literal["guest", "host"]
+    patches: Name | None = None
     reference: Name
     arms: Annotated[tuple[Arm, ...], Field(min_length=1)]
     claims: str
@@ -151,10 +173,9 @@ class Experiment(_Strict):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         arms = [arm.name for arm in self.arms]
-        for what, found in (("arm", arms), ("workload", [w.workload for w in self.workloads])):
-            twice = sorted({item for item in found if found.count(item) > 1})
-            if twice:
-                raise ValueError(f"{what} named twice: {', '.join(twice)}")
+        twice = sorted({arm for arm in arms if arms.count(arm) > 1})
+        if twice:
+            raise ValueError(f"arm named twice: {', '.join(twice)}")
         if self.reference not in arms:
             raise ValueError(f"reference {self.reference!r} is not an arm ({', '.join(arms)})")
         missing = [name for name in PROFILES if name not in self.profiles]
@@ -164,12 +185,19 @@ class Experiment(_Strict):
             unknown = [arm for arm in profile.arms if arm not in arms]
             if unknown:
                 raise ValueError(f"profile {name}: unknown arm {', '.join(unknown)}")
+            if all(use.skipped(name) for use in self.workloads):
+                raise ValueError(f"profile {name} leaves out every workload")
         return self
 
     @property
     def arm_names(self) -> tuple[str, ...]:
         """Names of the arms in the file's order."""
         return tuple(arm.name for arm in self.arms)
+
+    @property
+    def patches_name(self) -> str:
+        """The folder of `data/patches/` that has the arms; another experiment's where it says so."""
+        return self.patches or self.name
 
     @property
     def claims_path(self) -> Path:
@@ -244,6 +272,8 @@ class Experiment(_Strict):
         default_s = self.profile(profile).duration_s
         points: dict[str, Point] = {}
         for use in self.workloads:
+            if use.skipped(profile):
+                continue
             workload = find(use.workload)
             own = use.profiles.get(profile)
             duration_s = own.duration_s if own and own.duration_s else default_s
@@ -290,26 +320,31 @@ def _replace_values(
         )
     if not values:
         raise UserError(f"parameter {param!r} has no value", remedy=f"say {param}=VALUE[,VALUE]")
-    having = {use.workload for use in uses if param in models[use.workload].model_fields}
-    accepted: dict[str, list[Value]] = {name: [] for name in having}
+    having = [use for use in uses if param in models[use.workload].model_fields]
+    accepted: dict[int, list[Value]] = {id(use): [] for use in having}
     for value in values:
-        found = {
-            use.workload: _accepted(models[use.workload], use.matrix, param, value)
-            for use in uses
-            if use.workload in having
+        answers = {
+            id(use): _accepted(models[use.workload], use.matrix, param, value) for use in having
         }
-        if not any(found.values()):
-            allowed = "; ".join(f"{_allowed(models[name], param)} ({name})" for name in found)
+        # What one use takes as it is need not be forced upon another, where it does not fit the
+        # other parameters.
+        whole = {use: [typed] for use, (typed, fits) in answers.items() if fits}
+        found = whole or {use: [typed] for use, (typed, _) in answers.items() if typed is not None}
+        if not found:
+            allowed = "; ".join(
+                f"{_allowed(models[name], param)} ({name})"
+                for name in dict.fromkeys(use.workload for use in having)
+            )
             raise UserError(
                 f"{param}={value} is not a value of {experiment}",
                 remedy=f"allowed {param}: {allowed}",
             )
-        for name, typed in found.items():
-            accepted[name] += typed
+        for use, typed in found.items():
+            accepted[use] += typed
     return [
-        _with_values(use, param, accepted[use.workload]) if use.workload in having else use
+        _with_values(use, param, accepted[id(use)]) if id(use) in accepted else use
         for use in uses
-        if use.workload not in having or accepted[use.workload]
+        if accepted.get(id(use), True)
     ]
 
 
@@ -323,19 +358,21 @@ def _with_values(use: WorkloadUse, param: str, values: list[Value]) -> WorkloadU
     return use.model_copy(update={"matrix": {**use.matrix, param: values}, "profiles": profiles})
 
 
-def _accepted(model: type[base.Params], matrix: Matrix, param: str, value: object) -> list[Value]:
-    """`value` as the model's field holds it, or nothing where the field refuses it.
+def _accepted(
+    model: type[base.Params], matrix: Matrix, param: str, value: object
+) -> tuple[Value | None, bool]:
+    """`value` as the model's field holds it, and whether it fits the other parameters.
 
-    The other parameters take their first value of the matrix. A refusal that names another place
-    than this field is left to `points`, which sees every combination.
+    None where the field refuses it. The other parameters take their first value of the matrix; a
+    refusal that names another place than this field does not fit, but may with other values.
     """
     point = {name: values[0] for name, values in matrix.items()}
     try:
         checked = model.model_validate({**point, param: value})
     except ValidationError as error:
         refused = any(item["loc"][:1] == (param,) for item in error.errors())
-        return [] if refused else [str(value)]
-    return [checked.model_dump(mode="json", include={param})[param]]
+        return (None if refused else str(value)), False
+    return checked.model_dump(mode="json", include={param})[param], True
 
 
 def _allowed(model: type[base.Params], param: str) -> str:

@@ -72,7 +72,7 @@ def build_arms(
     root = ensure_buildroot(kernel, on_step=on_step)
     return {
         name: build_module(
-            root, load_arm(experiment.name, experiment.base_kernel, name), on_step=on_step
+            root, load_arm(experiment.patches_name, experiment.base_kernel, name), on_step=on_step
         )
         for name in arms
     }

@@ -173,7 +173,8 @@ def _value_order(run: RunFrames) -> dict[tuple[str, str], list[Value]]:
     with suppress(UserError):
         for use in experiments.load(run.plan.experiment).workloads:
             for name, values in use.matrix.items():
-                order[use.workload, name] = values
+                known = order.setdefault((use.workload, name), [])
+                known += [value for value in values if value not in known]
     return order
 
 
