@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
-from typing import Any, Literal
+from types import TracebackType
+from typing import Any, Literal, Self
 
 from vringlab import __version__
 from vringlab.campaign.budget import Budget
-from vringlab.campaign.experiment import Experiment, Value
+from vringlab.campaign.experiment import Experiment, Probes, Value
+from vringlab.campaign.paths import PASS_S, PathPass, judge
 from vringlab.campaign.store import merged
-from vringlab.errors import UserError
+from vringlab.errors import InfrastructureError, TransientError, UserError, VringlabError
 from vringlab.image.build import Image, ensure_image
 from vringlab.kernels.base import resolve
 from vringlab.kernels.buildroot import ensure_buildroot
@@ -27,13 +29,19 @@ from vringlab.lab import accel, facts
 from vringlab.lab.embedded import HostMachine, embedded_host
 from vringlab.lab.guest import Guest, GuestSpec, boot_guest, prepare_host
 from vringlab.lab.lab import Lab
-from vringlab.lab.swap import swap
+from vringlab.lab.probe import Probe, counting
+from vringlab.lab.swap import loaded_build_id, restore_host, swap, swap_host
 from vringlab.settings import settings
 from vringlab.workloads import base
 from vringlab.workloads.base import Outcome
 
 Switch = Literal["swap", "reboot"]
 OnStep = Callable[[str], None]
+
+#: A host that takes longer for nothing at all is as good as lost.
+_ANSWER_S = 30.0
+#: An error may be heard of before the loss of the connection that it came from.
+_LOSS_S = 1.0
 
 
 def _git_state() -> dict[str, object]:
@@ -78,29 +86,97 @@ def build_arms(
     }
 
 
-class MachineSession:
-    """A session on a KVM host; made by `open_session`.
+class HostLease:
+    """The KVM host of a session, which may be opened again; a context manager.
 
     Args:
-        host: The host, prepared for guests.
+        opening: Opens it, prepared for guests.
+
+    Attributes:
+        host: The host as it is now.
+    """
+
+    def __init__(self, opening: Callable[[], AbstractContextManager[HostMachine]]) -> None:
+        self._opening = opening
+        self._stack = ExitStack()
+        self.host = self._stack.enter_context(opening())
+
+    def __enter__(self) -> Self:
+        """Return the lease."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """End the host, or leave it."""
+        self._stack.close()
+
+    def renew(self) -> bool:
+        """Open the host again unless it answers; True when it was opened again.
+
+        Raises:
+            TransientError, InfrastructureError: it cannot be opened.
+        """
+        try:
+            self.host.machine.run("true", timeout=_ANSWER_S)
+        except InfrastructureError:
+            self._stack.close()
+            self.host = self._stack.enter_context(self._opening())
+            return True
+        return False
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Make any failure a transient one when the host was lost meanwhile.
+
+        Whatever talks to a guest or its QEMU goes through the host and fails in its own words.
+        """
+        try:
+            yield
+        except InfrastructureError as error:
+            if isinstance(error, TransientError) or self.host.machine.outlives(_LOSS_S):
+                raise
+            raise TransientError(
+                f"the KVM host was lost: {error.message}",
+                remedy="see whether the machine is still up",
+                host=self.host.machine.name,
+            ) from error
+
+
+class MachineSession:
+    """A session on a KVM host; made by `open_session`. A context manager.
+
+    Args:
+        lease: The host.
+        side: Whose module the arms replace.
         built: The modules of the arms.
         budget: Where the wall time goes.
-        switch: Replace the module in the running guest, or boot a fresh guest for every arm.
+        switch: Replace the module in the running guest (or under it, on the host), or boot a
+            fresh guest for every arm.
         on_step: Told what is being done.
+        probes: What is counted to see which path packets take; None when nothing is.
     """
 
     def __init__(
         self,
-        host: HostMachine,
+        lease: HostLease,
+        side: Literal["guest", "host"],
         built: Mapping[str, BuiltModule],
         budget: Budget,
         switch: Switch,
         on_step: OnStep,
+        probes: Probes | None = None,
     ) -> None:
-        self.host = host.machine.name
-        self.host_kind = host.kind
+        self.sees_paths = probes is not None
+        self._probes = probes
+        self.host = lease.host.machine.name
+        self.host_kind = lease.host.kind
         self.time_budget = budget
-        self._host = host
+        self._lease = lease
+        self._side = side
         self._built = built
         self._switch: Switch = switch
         self._on_step = on_step
@@ -108,11 +184,59 @@ class MachineSession:
         self._guest: Guest | None = None
         self._spec = GuestSpec()
         self._seen: dict[str, Any] = {}
+        #: Build-id of each host module that was replaced, as it was before.
+        self._shipped: dict[str, str] = {}
 
-    def close(self) -> None:
-        """End the guest."""
+    def __enter__(self) -> Self:
+        """Return the session."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """End the guest and give the host its own modules back, also after an error.
+
+        Raises:
+            InfrastructureError: a module could not be restored. An error that is on its way
+                says so instead.
+        """
+        self._end_guest()
+        try:
+            self._restore()
+        except InfrastructureError as error:
+            if value is None:
+                raise
+            words = f"besides, {error.message}; {error.remedy}"
+            if isinstance(value, VringlabError):
+                value.remedy = f"{value.remedy}; {words}" if value.remedy else words
+            else:
+                value.add_note(words)
+
+    def _end_guest(self) -> None:
         self._guest = None
         self._guest_stack.close()
+
+    def _restore(self) -> None:
+        # A machine of ours that died takes its modules with it.
+        if self._host.kind != "physical" and not self._host.machine.alive:
+            return
+        for module, build_id in self._shipped.items():
+            try:
+                restore_host(self._host, module, build_id)
+            except InfrastructureError as error:
+                raise InfrastructureError(
+                    f"the KVM host's own {module} could not be restored: {error.message}",
+                    remedy=f"on {self.host} run `rmmod {module}; modprobe {module}`",
+                    host=self.host,
+                    stderr=error.stderr,
+                ) from error
+
+    @property
+    def _host(self) -> HostMachine:
+        return self._lease.host
 
     @property
     def lab(self) -> Lab:
@@ -126,32 +250,83 @@ class MachineSession:
         return Lab(self._host, self._guest)
 
     def boot(self, boot: str, options: Mapping[str, object]) -> None:  # noqa: ARG002 - protocol
-        """End the guest and boot a fresh one; see `campaign.runner.Session`."""
+        """End the guest and boot a fresh one; see `campaign.runner.Session`.
+
+        A host that was lost is opened again first.
+        """
         self._spec = GuestSpec(
             **{key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}  # type: ignore[arg-type]  # names and types are GuestSpec's, by the workload protocol
         )
-        self.close()
+        self._end_guest()
+        with self.time_budget.phase("set-up"):
+            if self._lease.renew():
+                self._on_step("the KVM host had been lost and was opened again")
         # With `reboot`, every arm gets its guest when it is loaded.
         if self._switch == "swap":
-            self._boot()
+            with self._lease.watched():
+                self._boot()
 
     def _boot(self) -> None:
-        self.close()
+        self._end_guest()
         self._guest = self._guest_stack.enter_context(boot_guest(self._host, self._spec))
         self._seen = facts.collect(self._host, self._guest)
 
     def switch(self, arm: str) -> str:
         """Load an arm; see `campaign.runner.Session`."""
+        built = self._built[arm]
+        with self._lease.watched():
+            if self._side == "host":
+                self._switch_host(built)
+            else:
+                if self._switch == "reboot":
+                    self._boot()
+                swap(self.lab.guest, built)
+        return built.build_id
+
+    def _switch_host(self, built: BuiltModule) -> None:
+        if self._switch == "reboot":
+            self._end_guest()
+        if built.module not in self._shipped:
+            self._shipped[built.module] = loaded_build_id(self._host.machine, built.module)
+        swap_host(self._host, self._guest, built)
         if self._switch == "reboot":
             self._boot()
-        built = self._built[arm]
-        swap(self.lab.guest, built)
-        return built.build_id
 
     def measure(self, workload: str, params: Mapping[str, Value], duration_s: float) -> Outcome:
         """Run a workload once; see `campaign.runner.Session`."""
         chosen = base.find(workload)
-        return chosen.run(self.lab, base.parse_params(chosen, params), duration_s)
+        with self._lease.watched():
+            return chosen.run(self.lab, base.parse_params(chosen, params), duration_s)
+
+    def paths(
+        self, arm: str, points: Sequence[tuple[str, Mapping[str, Value]]]
+    ) -> list[PathPass]:
+        """Count the experiment's functions while each point runs; see `campaign.runner.Session`."""
+        assert self._probes is not None, "sees_paths says so"
+        probes = _as_probes(self._probes)
+        found = []
+        with self._lease.watched():
+            machine = self.lab.guest.machine if self._side == "guest" else self._host.machine
+            with counting(machine, probes) as tally:
+                for workload, params in points:
+                    outcome = self.measure(workload, params, PASS_S)
+                    counts = tally.take()
+                    notes = [*tally.notes, *counts.notes]
+                    if not outcome.valid:
+                        notes.append(f"as a measurement it would be invalid: {outcome.reason}")
+                    found.append(
+                        judge(
+                            self._probes,
+                            arm,
+                            workload,
+                            params,
+                            counts.values,
+                            tool=tally.tool,
+                            missing=tally.missing,
+                            notes=notes,
+                        )
+                    )
+        return found
 
     def provenance(self) -> dict[str, object]:
         """What is known by now of host, guest, kernels, tools and pinning."""
@@ -197,6 +372,22 @@ class MachineSession:
         return merged(known, self._seen)
 
 
+def _as_probes(probes: Probes) -> list[Probe]:
+    """What the lab counts; a `within` function is where its own counter says it is."""
+    modules = {counter.function: counter.module for counter in probes.counters}
+    return [
+        Probe(
+            name=counter.name,
+            function=counter.function,
+            module=counter.module,
+            within=counter.within,
+            within_module=modules.get(counter.within or ""),
+            returns=counter.returns,
+        )
+        for counter in probes.counters
+    ]
+
+
 @contextmanager
 def _host(name: str, image: Image, on_step: OnStep) -> Iterator[HostMachine]:
     if name != "embedded":
@@ -218,6 +409,7 @@ def open_session(
     host: str = "embedded",
     switch: Switch = "swap",
     on_step: OnStep = lambda _: None,
+    probes: Probes | None = None,
 ) -> Iterator[MachineSession]:
     """A session on a host with everything built that the arms need.
 
@@ -227,6 +419,7 @@ def open_session(
         host: `embedded`.
         switch: How an arm is loaded.
         on_step: Told what is being done; called from a second thread too.
+        probes: What is counted to see which path packets take; nothing when None.
 
     Raises:
         UserError: an unknown host, or an arm that cannot be built.
@@ -241,9 +434,9 @@ def open_session(
             build_arms, experiment, arms, image, on_step
         )
         with budget.phase("set-up"):
-            machine = stack.enter_context(_host(host, image, on_step))
+            lease = stack.enter_context(HostLease(lambda: _host(host, image, on_step)))
         with budget.phase("build"):
             built = modules.result()
-        session = MachineSession(machine, built, budget, switch, on_step)
-        stack.callback(session.close)
-        yield session
+        yield stack.enter_context(
+            MachineSession(lease, experiment.side, built, budget, switch, on_step, probes)
+        )

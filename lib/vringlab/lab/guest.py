@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 
 from vringlab.errors import InfrastructureError, TransientError, UserError
+from vringlab.lab import vhost_nic
 from vringlab.lab.embedded import HostMachine
 from vringlab.lab.pinning import Layout, pin
 from vringlab.lab.qmp import Monitor
@@ -73,6 +74,8 @@ class GuestSpec:
         nics: vhost-user devices, beside the management interface (virtio-net over vhost/TAP).
         shared_memory: Whether guest memory is shared; vhost-user cannot work without.
         kernel_args: Appended to the guest kernel's command line.
+        vhost_nic: A second virtio-net device over vhost/TAP, for benchmarks. The management
+            interface is then served by QEMU itself, so that vhost_net can be unloaded.
     """
 
     vcpus: int = 2
@@ -80,6 +83,7 @@ class GuestSpec:
     nics: tuple[VhostUserNic, ...] = ()
     shared_memory: bool = True
     kernel_args: str = ""
+    vhost_nic: bool = False
 
     def __post_init__(self) -> None:
         """Refuse combinations that would boot and then measure nothing (bess#846)."""
@@ -107,6 +111,7 @@ class Guest:
         qemu_argv: That QEMU's command line.
         threads: Pinned threads of the KVM host: thread id -> processor.
         vhost_threads: Those of them that are vhost workers.
+        net_worker: The one of them that serves the benchmark's device; `None` without that.
         nics: MAC address of each vhost-user device.
         testpmd_ports: testpmd port of each vhost-user device.
         loaded: Build-id of each module swapped in, by module.
@@ -126,6 +131,7 @@ class Guest:
     testpmd_ports: dict[VhostUserNic, int] = field(default_factory=dict)
     loaded: dict[str, str] = field(default_factory=dict)
     delivered: set[str] = field(default_factory=set)
+    net_worker: int | None = None
 
     @property
     def management(self) -> tuple[str, str, str]:
@@ -181,7 +187,11 @@ def qemu_argv(
         *("-append", " ".join(append.split())),
         *("-drive", "file=/dev/vda,if=none,id=root,format=raw,readonly=on,file.locking=off"),
         *("-device", "virtio-blk-pci,drive=root"),
-        *("-netdev", f"tap,id=mgmt,ifname={_TAP},script=no,downscript=no,vhost=on"),
+        *(
+            "-netdev",
+            f"tap,id=mgmt,ifname={_TAP},script=no,downscript=no,"
+            f"vhost={'off' if spec.vhost_nic else 'on'}",
+        ),
         *("-device", f"virtio-net-pci,netdev=mgmt,mac={_MANAGEMENT_MAC}"),
         *("-device", f"vhost-vsock-pci,guest-cid={cid}"),
         *("-device", "virtio-rng-pci"),
@@ -189,6 +199,8 @@ def qemu_argv(
         *("-qmp", f"tcp:127.0.0.1:{qmp_port},server=on,wait=off"),
         *("-daemonize", "-pidfile", f"{WORK}/qemu.pid"),
     ]
+    if spec.vhost_nic:
+        argv += ["-device", f"pcie-root-port,id={vhost_nic.PORT},chassis=1,slot=1"]
     for index, nic in enumerate(spec.nics):
         argv += [
             *("-chardev", f"socket,id=c{index},path={WORK}/vhost{index}.sock"),
@@ -215,10 +227,14 @@ def prepare_host(host: HostMachine) -> None:
         remedy="load kvm_amd or kvm_intel, vhost_vsock, vhost_net and tun on the KVM host",
     )
     machine.put(host.image.initrd, f"{WORK}/initrd")
+    taps = {_TAP: _HOST_ADDRESS, vhost_nic.TAP: vhost_nic.HOST_ADDRESS}
     machine.run(
-        f"ip link show {_TAP} >/dev/null 2>&1 || {{ ip tuntap add {_TAP} mode tap && "
-        f"ip addr add {_HOST_ADDRESS}/24 dev {_TAP}; }} && ip link set {_TAP} up",
-        remedy="the management network needs rights to make a TAP device on the KVM host",
+        " && ".join(
+            f"{{ ip link show {tap} >/dev/null 2>&1 || {{ ip tuntap add {tap} mode tap && "
+            f"ip addr add {address}/24 dev {tap}; }} && ip link set {tap} up; }}"
+            for tap, address in taps.items()
+        ),
+        remedy="the guest's networks need rights to make TAP devices on the KVM host",
     )
 
 
@@ -289,19 +305,12 @@ def _await_guest(host: HostMachine, pid: int, deadline: float) -> None:
 def _find_threads(
     host: HostMachine, pid: int, layout: Layout, vcpus: list[int]
 ) -> tuple[dict[int, int], tuple[int, ...]]:
-    """Threads to pin: vCPUs, and vhost workers wherever this kernel keeps them.
-
-    Since 6.4 a vhost worker is a task of QEMU, before that a kernel thread `vhost-<pid>`.
+    """Threads to pin: vCPUs and vhost workers.
 
     Raises:
         InfrastructureError: no vhost worker was found; then none could be pinned or accounted.
     """
-    listing = host.machine.run(
-        f"for t in /proc/{pid}/task/* /proc/[0-9]*; do "
-        f'read -r name 2>/dev/null < "$t/comm" && [ "$name" = "vhost-{pid}" ] && '
-        'echo "${t##*/}"; done; true'
-    ).stdout.split()
-    workers = tuple(sorted({int(tid) for tid in listing}))
+    workers = vhost_nic.workers(host, pid)
     if not workers:
         raise InfrastructureError(
             f"no vhost worker thread was found for the guest (QEMU {pid})",
@@ -401,7 +410,7 @@ def boot_guest(
         guest_machine = stack.enter_context(
             Machine(address, timeout=max(30.0, deadline - time.monotonic()), via=machine)
         )
-        yield Guest(
+        guest = Guest(
             machine=guest_machine,
             spec=spec,
             cid=cid,
@@ -414,3 +423,6 @@ def boot_guest(
             nics={nic: nic_mac(index) for index, nic in enumerate(spec.nics)},
             testpmd_ports={nic: index for index, nic in enumerate(spec.nics)},
         )
+        if spec.vhost_nic:
+            vhost_nic.plug(host, guest)
+        yield guest

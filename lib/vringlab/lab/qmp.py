@@ -90,6 +90,46 @@ class Monitor:
         """
         return self._call(self._client.execute(command, arguments))
 
+    def execute_until(
+        self,
+        command: str,
+        arguments: Mapping[str, object],
+        event: str,
+        data: Mapping[str, object],
+    ) -> None:
+        """Run a QMP command and wait for the event that says that it has taken effect.
+
+        Args:
+            command: The command.
+            arguments: Its arguments.
+            event: Name of the event.
+            data: What the event must hold; it may hold more.
+
+        Raises:
+            InfrastructureError: QEMU refused it or is gone.
+            TransientError: no event in time.
+        """
+
+        def fits(message: Mapping[str, Any]) -> bool:
+            told: Mapping[str, object] = message.get("data", {})
+            return data.items() <= told.items()
+
+        async def exchange() -> None:
+            with self._client.listener(event, fits) as listener:
+                await self._client.execute(command, arguments)
+                heard = asyncio.ensure_future(listener.get())
+                # A QEMU that ends says no more: waiting for its word alone would take the deadline.
+                ended = asyncio.ensure_future(self._client.runstate_changed())
+                try:
+                    await asyncio.wait({heard, ended}, return_when=asyncio.FIRST_COMPLETED)
+                    if not heard.done():
+                        raise EOFError(f"it ended before it said {event}")
+                finally:
+                    heard.cancel()
+                    ended.cancel()
+
+        self._call(exchange())
+
     def vcpu_threads(self) -> list[int]:
         """Thread ids of the virtual processors, by their index."""
         found = self.execute("query-cpus-fast")

@@ -1,14 +1,18 @@
-"""Loading an arm: a module of the guest is replaced while it runs, and its identity checked."""
+"""Loading an arm: a module of guest or host is replaced while it runs, and its identity checked."""
 
 from __future__ import annotations
 
 from vringlab.errors import InfrastructureError
 from vringlab.kernels.module import BuiltModule
+from vringlab.lab import vhost_nic
+from vringlab.lab.embedded import HostMachine
 from vringlab.lab.guest import WORK, Guest
 from vringlab.transport.ssh import Machine
 
 _SWAP_S = 60.0
 _SCRIPT = "/usr/lib/vringlab/swap-module"
+_FOLDER = f"{WORK}/modules"
+_RESULT = f"{WORK}/swap.result"
 
 
 def loaded_build_id(machine: Machine, module: str) -> str:
@@ -26,6 +30,36 @@ def loaded_build_id(machine: Machine, module: str) -> str:
     return done.stdout.strip()
 
 
+def _replace(machine: Machine, module: str, file: str, build_id: str, network: str = "") -> None:
+    """Load `file` in place of a module, and check that it is the one now loaded.
+
+    `file` is shell text; `network` is what the script needs to bring an interface back.
+    """
+    # The script goes on while the network is away, and what it prints arrives once it is back.
+    done = machine.run(
+        f"{_SCRIPT} {_RESULT} {module} {file} {network} >/dev/null 2>&1; cat {_RESULT}",
+        timeout=_SWAP_S,
+        remedy=f"{machine.name}: its network did not come back after the swap",
+    )
+    status, _, detail = done.stdout.strip().partition(" ")
+    if status != "ok":
+        log = machine.run("dmesg | tail -n 10", check=False).stdout
+        raise InfrastructureError(
+            f"{module} could not be loaded: {detail}",
+            remedy="the module must be built for the very kernel that runs, and nothing else may "
+            f"use the one it replaces; see the log of {machine.name}",
+            host=machine.name,
+            stderr=log,
+        )
+    if detail != build_id:
+        raise InfrastructureError(
+            f"{module} did not take: build-id {detail or 'unknown'} is loaded, "
+            f"{build_id} was asked for",
+            remedy="nothing was measured; reboot the guest (--switch reboot)",
+            host=machine.name,
+        )
+
+
 def swap(guest: Guest, built: BuiltModule) -> None:
     """Replace the guest's module by `built`, and check that it is the one now loaded.
 
@@ -37,36 +71,60 @@ def swap(guest: Guest, built: BuiltModule) -> None:
         TransientError: the guest did not come back in time.
     """
     machine = guest.machine
-    folder = f"{WORK}/modules"
-    remote = f"{folder}/{built.build_id}.ko"
-    result = f"{WORK}/swap.result"
+    remote = f"{_FOLDER}/{built.build_id}.ko"
     if built.build_id not in guest.delivered:
-        machine.run(["mkdir", "-p", folder])
+        machine.run(["mkdir", "-p", _FOLDER])
         machine.put(built.path, remote)
         guest.delivered.add(built.build_id)
     # From here on what was loaded may be gone, whatever comes of it.
     guest.loaded.pop(built.module, None)
     network = " ".join(guest.management) if built.module == "virtio_net" else ""
-    # The script goes on while the network is away, and what it prints arrives once it is back.
-    done = machine.run(
-        f"{_SCRIPT} {result} {built.module} {remote} {network} >/dev/null 2>&1; cat {result}",
-        timeout=_SWAP_S,
-        remedy="the guest's network did not come back after the swap",
-    )
-    status, _, detail = done.stdout.strip().partition(" ")
-    if status != "ok":
-        log = machine.run("dmesg | tail -n 10", check=False).stdout
-        raise InfrastructureError(
-            f"the arm's {built.module} could not be loaded: {detail}",
-            remedy="the module must be built for the very kernel that runs; see the guest's log",
-            host="guest",
-            stderr=log,
-        )
-    if detail != built.build_id:
-        raise InfrastructureError(
-            f"{built.module} did not take: build-id {detail or 'unknown'} is loaded, "
-            f"{built.build_id} was asked for",
-            remedy="nothing was measured; reboot the guest (--switch reboot)",
-            host="guest",
-        )
-    guest.loaded[built.module] = detail
+    _replace(machine, built.module, remote, built.build_id, network)
+    guest.loaded[built.module] = built.build_id
+
+
+def swap_host(host: HostMachine, guest: Guest | None, built: BuiltModule) -> None:
+    """Replace a module of the KVM host by `built`, and check that it is the one now loaded.
+
+    A running guest is without its benchmark device meanwhile: as long as it has that, vhost_net
+    is in use. Its vhost worker is then a new thread.
+
+    Args:
+        host: The KVM host.
+        guest: The guest on it; `None` when none runs.
+        built: The module.
+
+    Raises:
+        InfrastructureError: the module was refused, also because somebody else uses the one to be
+            replaced; or another one is loaded.
+        TransientError: the host was lost, or the guest did not let go of its device in time.
+    """
+    machine = host.machine
+    remote = f"{_FOLDER}/{built.build_id}.ko"
+    if machine.run(["test", "-e", remote], check=False).returncode != 0:
+        machine.run(["mkdir", "-p", _FOLDER])
+        machine.put(built.path, remote)
+    if guest is not None:
+        vhost_nic.unplug(guest)
+    _replace(machine, built.module, remote, built.build_id)
+    if guest is not None:
+        vhost_nic.plug(host, guest)
+
+
+def restore_host(host: HostMachine, module: str, build_id: str) -> None:
+    """Load the module that the host came with, and check that it is that.
+
+    No guest may use it any more.
+
+    Args:
+        host: The KVM host.
+        module: Name of the module.
+        build_id: What `loaded_build_id` said before the first swap; empty when none was loaded.
+
+    Raises:
+        InfrastructureError: it could not be loaded, or another one is loaded.
+    """
+    if build_id:
+        _replace(host.machine, module, f'"$(modinfo -n {module})"', build_id)
+    else:
+        host.machine.run(f"[ ! -d /sys/module/{module} ] || rmmod {module}")
