@@ -21,7 +21,8 @@ from vringlab.campaign.files import writing
 from vringlab.report import canvas
 from vringlab.report.canvas import RunFigure, Width, statement, style
 from vringlab.report.family import Family
-from vringlab.report.forest import Mark, effects, published
+from vringlab.report.forest import effects
+from vringlab.report.marks import Mark, published
 from vringlab.report.panels import Column, arm_panels
 from vringlab.report.summary import Summary, metric_order, run_notes, summarise
 from vringlab.report.time_budget import time_figure

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,10 +11,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from vringlab.analysis.claims import load_claims
 from vringlab.analysis.pairing import Floats
 from vringlab.analysis.units import METRICS
-from vringlab.errors import UserError
 from vringlab.report.canvas import (
     GRID,
     INK,
@@ -34,6 +31,7 @@ from vringlab.report.canvas import (
     usable,
     wrapped,
 )
+from vringlab.report.marks import Mark, mark_handles
 from vringlab.report.summary import ArmRow, Summary, ratio_text
 
 _ROW = 0.235
@@ -59,44 +57,6 @@ class _Group:
 
     title: str
     rows: tuple[ArmRow, ...]
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A published ratio, drawn beside what was measured.
-
-    Attributes:
-        metric: Its metric.
-        params: The parameters that it names; a row that has others too is meant as well.
-        arm: The arm above the line; below it is the run's reference.
-        ratio: The published ratio.
-        standing: Whether it was neither withdrawn nor superseded.
-    """
-
-    metric: str
-    params: Mapping[str, object]
-    arm: str
-    ratio: float
-    standing: bool
-
-    def fits(self, row: ArmRow) -> bool:
-        """Whether a row is about the same arm, metric and point."""
-        return (row.metric, row.arm) == (self.metric, self.arm) and all(
-            str(row.params.get(name)) == str(v) for name, v in self.params.items()
-        )
-
-
-def published(summary: Summary) -> list[Mark]:
-    """The published ratios of the run's experiment against its reference arm."""
-    plan = summary.run.plan
-    found = []
-    with suppress(UserError):
-        for claim in load_claims(plan.experiment):
-            ratio = claim.ratio
-            if claim.arms[0] == plan.reference and ratio is not None and ratio > 0:
-                standing = claim.status == "standing"
-                found.append(Mark(claim.metric, claim.params, claim.arms[1], ratio, standing))
-    return found
 
 
 def effects(
@@ -339,18 +299,7 @@ def _row(
 
 def _marks(axes: Axes, y: float, marks: Sequence[Mark]) -> None:
     for mark in marks:
-        axes.plot(
-            [np.log(mark.ratio)],
-            [y],
-            marker="D" if mark.standing else "x",
-            ms=6.5 if mark.standing else 5.5,
-            mfc="none",
-            mec=INK if mark.standing else MUTED,
-            mew=1.2,
-            ls="",
-            zorder=6,
-            gid=f"claimed:{mark.arm}",
-        )
+        axes.plot([np.log(mark.ratio)], [y], **mark.look)
 
 
 def _ticks(axes: Axes, low: float, high: float, width: float) -> None:
@@ -388,14 +337,7 @@ def _legend(rows: Sequence[ArmRow], marks: Sequence[Mark]) -> list[Line2D | Patc
         handles.append(
             Line2D([], [], color=MUTED, lw=1.8, ls=(0, (2, 1)), label="interval of one boot alone")
         )
-    for standing, marker, colour, label in (
-        (True, "D", INK, "claimed"),
-        (False, "x", MUTED, "claimed, since withdrawn or superseded"),
-    ):
-        if any(mark.standing is standing for mark in marks):
-            handles.append(
-                Line2D([], [], ls="", marker=marker, mfc="none", mec=colour, mew=1.2, label=label)
-            )
+    handles += mark_handles(marks)
     if any(row.floor and row.floor > 1 for row in rows):
         handles.append(Patch(fc=GRID, label="noise floor: two equal arms"))
     return handles

@@ -38,6 +38,7 @@ from vringlab.report.canvas import (
     usable,
     wrapped,
 )
+from vringlab.report.marks import PLACED, Mark, mark_handles
 from vringlab.report.summary import ArmRow, Summary, amount, at, count, reason_kinds
 
 _ROW = 0.27
@@ -75,6 +76,7 @@ class _Panel:
     samples: pd.DataFrame
     scale: float
     unit: str
+    claimed: list[tuple[Mark, float]]
 
     @property
     def valid(self) -> pd.DataFrame:
@@ -97,21 +99,25 @@ def arm_panels(
     title: str,
     width: Width = "wide",
     notes: bool = True,
+    points: Sequence[Mapping[str, Value]] | None = None,
+    marks: Sequence[Mark] = (),
 ) -> RunFigure | None:
     """A figure with a panel for each parameter point and metric; None without any sample.
 
     Args:
         summary: The run; only metrics that it has are drawn.
         workload: The workload.
-        columns: Metrics.
+        columns: Metrics; four stand in two rows.
         title: Title of the figure.
         width: Wide or narrow.
         notes: Whether the caption is drawn.
+        points: Points to draw; all of the workload's when None.
+        marks: Published ratios to draw beside; where they would be from the reference's mean.
     """
     there = summary.metrics(workload)
     panels = [
-        _panel(summary, workload, params, column)
-        for params in summary.points(workload)
+        _panel(summary, workload, params, column, marks)
+        for params in (summary.points(workload) if points is None else points)
         for column in columns
         if column.metric in there
     ]
@@ -120,6 +126,7 @@ def arm_panels(
         return None
     used = len({panel.column.metric for panel in panels})
     across = 1 if width == "narrow" else used if used > 1 else min(2, len(panels))
+    across = 2 if across == 4 else across
     shown = looks(summary.run)
     values = [_value_text(row) for panel in panels for row in panel.rows]
     left = max(text_inches(row.arm, SMALL) for panel in panels for row in panel.rows) + 0.12
@@ -170,7 +177,13 @@ def arm_panels(
     return made.figure
 
 
-def _panel(summary: Summary, workload: str, params: Mapping[str, Value], column: Column) -> _Panel:
+def _panel(
+    summary: Summary,
+    workload: str,
+    params: Mapping[str, Value],
+    column: Column,
+    marks: Sequence[Mark],
+) -> _Panel:
     rows = summary.of(workload, params, column.metric)
     here = at(summary.run.samples, workload, params)
     samples = here[here["metric"] == column.metric]
@@ -180,11 +193,27 @@ def _panel(summary: Summary, workload: str, params: Mapping[str, Value], column:
         every = summary.run.samples
         same = (every["workload"] == workload) & (every["metric"] == column.metric)
         values = every.loc[same & np.isfinite(every["value"]), "value"]
-    typical = float(values.max()) if len(values) else 1.0
-    # The unit in which the largest value has one to three digits before the point.
-    number, _, name = amount(typical, unit, column.metric).partition(" ")
-    scale = 10.0 ** round(np.log10(typical / float(number))) if float(number) > 0 else 1.0
-    return _Panel(column, params, rows, samples, scale, name)
+    scale, name = unit_of(values.to_numpy(dtype=np.float64), unit, column.metric)
+    return _Panel(column, params, rows, samples, scale, name, placed(marks, rows))
+
+
+def unit_of(values: Floats, unit: str, metric: str) -> tuple[float, str]:
+    """The unit in which the largest value has one to three digits before the point.
+
+    Returns:
+        How many of `unit` one of it is, and its name.
+    """
+    typical = float(values.max()) if values.size else 1.0
+    number, _, name = amount(typical, unit, metric).partition(" ")
+    return (10.0 ** round(np.log10(typical / float(number))) if float(number) > 0 else 1.0), name
+
+
+def placed(marks: Sequence[Mark], rows: Sequence[ArmRow]) -> list[tuple[Mark, float]]:
+    """Marks of the arms of one point, with the value that each ratio makes of the reference's."""
+    base = next((row.level.value for row in rows if row.is_reference and row.level), None)
+    if base is None:
+        return []
+    return [(mark, mark.ratio * base) for mark in marks for row in rows if mark.fits(row)]
 
 
 def _panel_title(summary: Summary, workload: str, panel: _Panel) -> str:
@@ -221,27 +250,45 @@ def _limits(panels: Sequence[_Panel]) -> list[tuple[float, float]]:
 
 
 def _span(panel: _Panel) -> tuple[float, float]:
-    column = panel.column
-    values = panel.samples["value"].to_numpy(dtype=np.float64) / panel.scale
+    values = panel.samples["value"].to_numpy(dtype=np.float64)
+    values = np.append(values, [value for _, value in panel.claimed]) / panel.scale
+    ends = [
+        end / panel.scale
+        for row in panel.rows
+        if row.level is not None and row.level.interval.known
+        for end in (row.level.interval.low, row.level.interval.high)
+    ]
+    return span_of(values, ends, log=panel.column.log, zero=panel.column.zero)
+
+
+def span_of(
+    values: Floats, ends: Sequence[float], *, log: bool, zero: bool = False
+) -> tuple[float, float]:
+    """Ends of an axis that holds all values, and of intervals as much as leaves them readable.
+
+    Args:
+        values: Values, those that are not finite are left out.
+        ends: Ends of intervals.
+        log: Whether the axis is logarithmic; it then has no place for a value of 0.
+        zero: Whether the axis begins at 0.
+    """
     values = values[np.isfinite(values)]
-    if column.log:
+    if log:
         values = values[values > 0]
     if not values.size:
-        return (0.1, 10.0) if column.log else (0.0, 1.0)
-    turn: Callable[[Floats], Floats] = np.log if column.log else np.asarray
+        return (0.1, 10.0) if log else (0.0, 1.0)
+    turn: Callable[[Floats], Floats] = np.log if log else np.asarray
     low, high = float(turn(values.min())), float(turn(values.max()))
     # One value, or many equal ones, still need an axis around them.
-    pad = (high - low) or (0.5 if column.log else 0.2 * abs(high) or 1.0)
-    ends = [low, high]
-    for row in panel.rows:
-        if row.level is not None and row.level.interval.known:
-            bounds = np.array([row.level.interval.low, row.level.interval.high]) / panel.scale
-            ends += [float(end) for end in turn(np.maximum(bounds, 1e-300))]
-    low = max(min(ends), low - _WIDEN * pad) - 0.08 * pad
-    high = min(max(ends), high + _WIDEN * pad) + 0.08 * pad
-    if column.log:
+    pad = (high - low) or (0.5 if log else 0.2 * abs(high) or 1.0)
+    reach = [low, high]
+    if ends:
+        reach += [float(end) for end in turn(np.maximum(np.array(ends), 1e-300))]
+    low = max(min(reach), low - _WIDEN * pad) - 0.08 * pad
+    high = min(max(reach), high + _WIDEN * pad) + 0.08 * pad
+    if log:
         return float(np.exp(low)), float(np.exp(high))
-    return (0.0 if column.zero else max(low, 0.0) if values.min() >= 0 else low), high
+    return (0.0 if zero else max(low, 0.0) if values.min() >= 0 else low), high
 
 
 def _draw(
@@ -307,6 +354,9 @@ def _draw(
             gid="value",
             color=INK if row.level is not None else MUTED,
         )
+        for mark, value in panel.claimed:
+            if mark.arm == row.arm:
+                axes.plot([value / panel.scale], [index], **mark.look)
 
 
 def _above(samples: int) -> float:
@@ -419,7 +469,7 @@ def _legend(panels: Sequence[_Panel]) -> list[Line2D | Patch]:
         handles.append(Line2D([], [], color=MUTED, lw=0.8, alpha=0.5, label="one block"))
     if any(len(panel.invalid) for panel in panels):
         handles.append(dot("invalid sample", "X", "none", 6))
-    return handles
+    return [*handles, *mark_handles(mark for panel in panels for mark, _ in panel.claimed)]
 
 
 def _caption(summary: Summary, panels: Sequence[_Panel]) -> str:
@@ -434,6 +484,8 @@ def _caption(summary: Summary, panels: Sequence[_Panel]) -> str:
         parts.append("One boot: no interval that would hold for another.")
     if any(panel.column.log and (panel.valid["value"] == 0).any() for panel in panels):
         parts.append("A count of 0 stands at the left end.")
+    if any(panel.claimed for panel in panels):
+        parts.append(PLACED)
     parts += invalid_text([row for panel in panels for row in panel.rows])
     return " ".join(parts)
 
