@@ -193,8 +193,12 @@ def measure(
     needed = tuple(dict.fromkeys(cell.arm for cell in opened.plan.cells))
     told = on_step or print_step
 
+    probes = experiment.probes if experiment.profile(opened.plan.profile).paths else None
+
     def make() -> AbstractContextManager[Session]:
-        return session.open_session(experiment, needed, host=host, switch=switch, on_step=told)
+        return session.open_session(
+            experiment, needed, host=host, switch=switch, on_step=told, probes=probes
+        )
 
     with progress.auto() as display:
         return execute(opened, make, display, until)

@@ -118,17 +118,28 @@ def test_withdrawn_figure_is_invalid_with_the_measurement_beside() -> None:
     assert verdict.as_record()["ratio"] == pytest.approx(0.8, rel=0.1)
 
 
+def _points(**ran: bool) -> dict[str, object]:
+    """What the provenance says of an arm, from `p64=False`: the point of payload 64 did not run."""
+    points = [
+        {"workload": "fio", "params": {"payload": int(name[1:])}, "exercised": value}
+        for name, value in ran.items()
+    ]
+    return {"exercised": any(ran.values()), "points": points}
+
+
 @pytest.mark.parametrize(
     ("provenance", "seen"),
     [
         ({}, None),
-        ({"exercised": {"direct": True}}, True),
-        ({"exercised": {"direct": {"virtio_transport_send_skb": 0, "other": 0}}}, False),
-        ({"exercised": {"direct": {"virtio_transport_send_skb": 12}}}, True),
-        ({"exercised": {"direct": {"exercised": False, "calls": {"f": 3}}}}, False),
-        ({"arms": {"direct": {"build_id": "ab", "exercised": 0}}}, False),
+        ({"exercised": {"direct": {"exercised": True, "points": []}}}, True),
+        ({"exercised": {"direct": {"exercised": False, "points": []}}}, False),
+        ({"exercised": {"direct": {"exercised": None, "points": []}}}, None),
+        # Of the points that the claim is about, not of others.
+        ({"exercised": {"direct": _points(p64=False, p4096=True)}}, False),
+        ({"exercised": {"direct": _points(p64=True, p4096=False)}}, True),
+        ({"exercised": {"direct": _points(p4096=False)}}, False),
         ({"arms": {"direct": {"build_id": "ab"}}}, None),
-        ({"exercised": {"rfc-v1": True}}, None),
+        ({"exercised": {"rfc-v1": {"exercised": True, "points": []}}}, None),
         ({"exercised": "yes"}, None),
     ],
 )

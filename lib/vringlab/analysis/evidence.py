@@ -5,7 +5,7 @@ A fault of the data does not raise here: it is kept as the problem, and becomes 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -155,25 +155,34 @@ def _entry(provenance: Mapping[str, object], key: str, arm: str) -> object:
     return node.get(arm) if isinstance(node, Mapping) else None
 
 
-def was_exercised(provenance: Mapping[str, object], arm: str) -> bool | None:
+def was_exercised(
+    provenance: Mapping[str, object], arm: str, params: Mapping[str, object] | None = None
+) -> bool | None:
     """Whether the changed path ran in an arm, as the provenance has it; None when it does not.
 
-    Read from `exercised.<arm>`, else from `arms.<arm>.exercised`: true or false, a count, a
-    mapping of functions to counts of which one above 0 suffices, or a mapping with any of these
-    under `exercised`.
+    Read from `exercised.<arm>` as `campaign.paths.summary` writes it.
+
+    Args:
+        provenance: A run's.
+        arm: The arm.
+        params: Only points with these values count, where the provenance names points; the path
+            ran when it did in one of them.
     """
     found = _entry(provenance, "exercised", arm)
-    if found is None:
-        found = _entry(provenance, "arms", arm)
-        found = found.get("exercised") if isinstance(found, Mapping) else None
-    if isinstance(found, Mapping) and "exercised" in found:
-        found = found["exercised"]
-    if isinstance(found, bool | int | float):
-        return bool(found)
-    if isinstance(found, Mapping):
-        counts = [value for value in found.values() if isinstance(value, bool | int | float)]
-        return any(counts) if counts else None
-    return None
+    if not isinstance(found, Mapping):
+        return None
+    points = found.get("points")
+    if params and isinstance(points, Sequence):
+        known = [
+            point["exercised"]
+            for point in points
+            if point["exercised"] is not None
+            and all(str(point["params"].get(name)) == str(value) for name, value in params.items())
+        ]
+        if known:
+            return any(known)
+    ran = found.get("exercised")
+    return None if ran is None else bool(ran)
 
 
 def _effect(
@@ -250,7 +259,7 @@ def gather(
 ) -> Evidence:
     """The numbers behind a verdict; see `judge`. A fault of the data is in `problem`."""
     before, after = claim.arms
-    ran = was_exercised(provenance, after) if exercised is None else exercised
+    ran = was_exercised(provenance, after, claim.params) if exercised is None else exercised
     try:
         check_columns(samples)
         kinds = tuple(sorted(set(samples["host_kind"].astype(str))))

@@ -22,6 +22,7 @@ from vringlab.campaign.files import (
     write_new,
     writing,
 )
+from vringlab.campaign.paths import PathPass
 from vringlab.campaign.plan import Plan
 from vringlab.errors import UserError
 from vringlab.settings import settings
@@ -46,6 +47,7 @@ class RunFrames:
         plan: The plan.
         provenance: Content of provenance.json.
         time: Content of time.json; empty where the run has none.
+        paths: What was counted to see which path the packets took, by arm and point.
         superseded: Cells that were measured again because their guest died; in no table.
         notes: What a reader should know of how the tables were read, one sentence each.
     """
@@ -58,6 +60,7 @@ class RunFrames:
     provenance: Mapping[str, Any]
     time: Mapping[str, Any]
     superseded: int = 0
+    paths: tuple[PathPass, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -108,6 +111,7 @@ def load_run(path: Path | str) -> RunFrames:
         provenance=provenance,
         time=read_json(time_file) if time_file.exists() else {},
         superseded=len(tables.superseded_cells(path)),
+        paths=store.read_paths(path),
         notes=notes,
     )
 
@@ -219,7 +223,7 @@ def bundle(
     with writing(out):
         try:
             temporary.mkdir(parents=True)
-            for name in (store.PLAN, store.PROVENANCE, store.TIME):
+            for name in (store.PLAN, store.PROVENANCE, store.TIME, store.PATHS):
                 if (path / name).exists():
                     write_new(temporary / name, _hidden((path / name).read_bytes(), hide))
             for name, table in ((tables.SAMPLES, samples), (tables.HISTOGRAMS, histograms)):

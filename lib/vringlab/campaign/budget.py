@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-Phase = Literal["set-up", "build", "boot", "switch", "prepare", "measure", "collect", "analyse"]
+Phase = Literal[
+    "set-up", "build", "boot", "switch", "prepare", "measure", "path", "collect", "analyse"
+]
 
 #: All phases in the order of a run; `idle` is what no phase claims.
 PHASES: tuple[str, ...] = (
@@ -22,6 +24,7 @@ PHASES: tuple[str, ...] = (
     "switch",
     "prepare",
     "measure",
+    "path",
     "collect",
     "analyse",
     "idle",

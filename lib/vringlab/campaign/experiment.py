@@ -37,6 +37,7 @@ TWIN_SUFFIX = ".aa"
 
 FindWorkload = Callable[[str], Workload]
 
+Identifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*$", max_length=80)]
 # Names become parts of folder names and of patch paths. A dot is kept for the twin's suffix.
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=40)]
 ProfileName = Annotated[str, StringConstraints(pattern=rf"^({'|'.join(PROFILES)})$")]
@@ -64,12 +65,61 @@ class Arm(_Strict):
     summary: str
 
 
-class Probe(_Strict):
-    """A kernel function whose calls prove that the changed path ran."""
+class Counter(_Strict):
+    """Calls of one kernel function, counted in a pass that is not timed.
 
-    function: str
+    Attributes:
+        name: Its name in `proof`, in shares and in what is recorded.
+        function: The kernel function.
+        shows: What its calls mean, one sentence.
+        module: Module that holds it; the kernel itself when None.
+        within: Only calls made while this function runs in the same thread, as the innermost of
+            all `within` functions. A share by caller needs no sight of functions that the
+            compiler has put inside others.
+        returns: Only calls that return so: `zero`, `nonzero`, `negative` (an error) or
+            `nonnegative`.
+    """
+
+    name: Name
+    function: Identifier
     shows: str
-    module: str | None = None
+    module: Identifier | None = None
+    within: Identifier | None = None
+    returns: Literal["zero", "nonzero", "negative", "nonnegative"] | None = None
+
+
+class Share(_Strict):
+    """One count as a share of several, in percent: `of` / sum of `among`."""
+
+    name: Name
+    of: Name
+    among: Annotated[tuple[Name, ...], Field(min_length=1)]
+    shows: str
+
+
+class Probes(_Strict):
+    """What is counted to see which path a packet takes, and which count proves an arm's path.
+
+    Attributes:
+        counters: What is counted, on the experiment's side.
+        proof: By arm the counters of which one must be above 0: the path that the arm is about.
+        shares: Counts put in relation.
+    """
+
+    counters: Annotated[tuple[Counter, ...], Field(min_length=1)]
+    proof: dict[Name, Annotated[tuple[Name, ...], Field(min_length=1)]]
+    shares: tuple[Share, ...] = ()
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        names = [counter.name for counter in self.counters]
+        if len(set(names)) < len(names):
+            raise ValueError("a counter is named twice")
+        used = [name for proof in self.proof.values() for name in proof]
+        used += [name for share in self.shares for name in (share.of, *share.among)]
+        if unknown := sorted(set(used) - set(names)):
+            raise ValueError(f"no counter {', '.join(unknown)} ({', '.join(names)})")
+        return self
 
 
 class WorkloadProfile(_Strict):
@@ -134,6 +184,7 @@ class Profile(_Strict):
         duration_s: Timed window of one cell in seconds, where the workload sets no other.
         aa: Whether the reference arm is measured a second time as its twin.
         arms: The arms of this profile; all when empty. The reference is always among them.
+        paths: Whether it is seen, in passes that are not timed, which path the packets take.
     """
 
     boots: int = Field(ge=1)
@@ -141,6 +192,7 @@ class Profile(_Strict):
     duration_s: float = Field(gt=0)
     aa: bool = True
     arms: tuple[Name, ...] = ()
+    paths: bool = True
 
 
 @dataclass(frozen=True)
@@ -166,7 +218,7 @@ class Experiment(_Strict):
     reference: Name
     arms: Annotated[tuple[Arm, ...], Field(min_length=1)]
     claims: str
-    probes: tuple[Probe, ...] = ()
+    probes: Probes | None = None
     workloads: Annotated[tuple[WorkloadUse, ...], Field(min_length=1)]
     profiles: dict[ProfileName, Profile]
 
@@ -178,6 +230,9 @@ class Experiment(_Strict):
             raise ValueError(f"arm named twice: {', '.join(twice)}")
         if self.reference not in arms:
             raise ValueError(f"reference {self.reference!r} is not an arm ({', '.join(arms)})")
+        stray = sorted(set(self.probes.proof) - set(arms)) if self.probes else []
+        if stray:
+            raise ValueError(f"probes: no arm {', '.join(stray)} ({', '.join(arms)})")
         missing = [name for name in PROFILES if name not in self.profiles]
         if missing:
             raise ValueError(f"no profile {', '.join(missing)}")
@@ -196,7 +251,7 @@ class Experiment(_Strict):
 
     @property
     def patches_name(self) -> str:
-        """The folder of `data/patches/` that has the arms; another experiment's where it says so."""
+        """The folder of `data/patches/` with the arms, which experiments may share."""
         return self.patches or self.name
 
     @property
@@ -328,8 +383,8 @@ def _replace_values(
         }
         # What one use takes as it is need not be forced upon another, where it does not fit the
         # other parameters.
-        whole = {use: [typed] for use, (typed, fits) in answers.items() if fits}
-        found = whole or {use: [typed] for use, (typed, _) in answers.items() if typed is not None}
+        taken = {use: typed for use, (typed, _) in answers.items() if typed is not None}
+        found = {use: typed for use, typed in taken.items() if answers[use][1]} or taken
         if not found:
             allowed = "; ".join(
                 f"{_allowed(models[name], param)} ({name})"
@@ -340,7 +395,7 @@ def _replace_values(
                 remedy=f"allowed {param}: {allowed}",
             )
         for use, typed in found.items():
-            accepted[use] += typed
+            accepted[use].append(typed)
     return [
         _with_values(use, param, accepted[id(use)]) if id(use) in accepted else use
         for use in uses

@@ -10,14 +10,15 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
 from pydantic import Field
 
 from vringlab.campaign.budget import Budget
-from vringlab.campaign.experiment import Value
+from vringlab.campaign.experiment import Probes, Value
+from vringlab.campaign.paths import PathPass, judge
 from vringlab.workloads.base import Histogram, Metric, Outcome, Params, Workload
 
 HOST_KIND = "simulated"
@@ -72,6 +73,7 @@ class FakeSession:
         boot_noise: Standard deviation of a boot's log offset, shared by all its samples.
         delay_s: Seconds that each measurement takes.
         faults: Errors to raise instead of the n-th measurement of this session, from 1.
+        probes: What `paths` pretends to count; nothing when None.
 
     Attributes:
         calls: Every call as a tuple of its name and arguments, for tests.
@@ -88,7 +90,10 @@ class FakeSession:
         boot_noise: float = 0.1,
         delay_s: float = 0.0,
         faults: Mapping[int, BaseException] | None = None,
+        probes: Probes | None = None,
     ) -> None:
+        self.sees_paths = probes is not None
+        self._probes = probes
         self.time_budget = Budget()
         self.calls: list[tuple[object, ...]] = []
         self._seed = seed
@@ -141,12 +146,33 @@ class FakeSession:
         )
         if workload.startswith("pktgen"):
             return self._outcome(self._packets(scale), (), (), duration_s)
+        if workload == "netperf":
+            return self._outcome(self._netperf(params, scale), (), (), duration_s)
+        if workload == "vsock-stream":
+            return self._outcome(self._stream(params, scale), (), (), duration_s)
         metrics, histogram = self._round_trips(scale)
         payload = params.get("payload")
         # As on the documented base, where such a message does not fit one receive buffer.
         short = workload.startswith("fio") and isinstance(payload, int) and payload > 3732
         problems = ("simulated short reads",) if short else ()
         return self._outcome(metrics, (histogram,), problems, duration_s)
+
+    def paths(
+        self, arm: str, points: Sequence[tuple[str, Mapping[str, Value]]]
+    ) -> list[PathPass]:
+        """Draw a count for every counter; see `campaign.runner.Session`."""
+        assert self._probes is not None, "sees_paths says so"
+        self.calls.append(("paths", arm, [dict(params) for _, params in points]))
+        found = []
+        for workload, params in points:
+            counts = {
+                counter.name: self._draw.randrange(1, 1000) for counter in self._probes.counters
+            }
+            note = "simulated: nothing was counted"
+            found.append(
+                judge(self._probes, arm, workload, params, counts, tool="simulated", notes=[note])
+            )
+        return found
 
     def provenance(self) -> dict[str, object]:
         """Says that nothing was measured."""
@@ -180,6 +206,42 @@ class FakeSession:
             Metric("kicks", sent / 256, "1/s"),
         )
 
+    def _netperf(self, params: Mapping[str, Value], scale: float) -> tuple[Metric, ...]:
+        """Rates that rise with size and sessions until the machine is full."""
+        size, sessions = int(params.get("size", 64)), int(params.get("sessions", 1))
+        rr = params.get("direction") == "rr"
+        # Faster arms use less processor, as this seed has it, and are hardly faster.
+        rate = (8e3 if rr else 2e9) * min(4.0, sessions**0.5) / scale**0.3
+        rate *= size**-0.1 if rr else size / (size + 2000)
+        name, unit = ("transactions", "1/s") if rr else ("throughput", "bit/s")
+        return (*_per_cpu(name, rate, unit, 90 * scale), *self._beside(scale))
+
+    def _beside(self, scale: float) -> tuple[Metric, ...]:
+        return (
+            Metric("vhost_cpu", 55 * scale, "percent"),
+            Metric("vhost_wakeups", 9e3 * scale * self._draw.uniform(0.9, 1.1), "1/s"),
+            Metric("tx_interrupts", 4e3 * self._draw.uniform(0.8, 1.2), "1/s"),
+        )
+
+    def _stream(self, params: Mapping[str, Value], scale: float) -> tuple[Metric, ...]:
+        size = float(str(params.get("payload", 64)).partition("-")[0])
+        threads = int(params.get("threads", 1))
+        rate = 4e9 * size / (size + 20_000) * min(3.0, threads**0.4) / scale
+        slab = 2e5 * threads * scale
+        return (
+            *_per_cpu("throughput", rate, "bit/s", 120 * scale**0.5),
+            Metric("guest_cpu", 95.0, "percent"),
+            *(
+                Metric(name, slab * part * self._draw.uniform(0.8, 1.2), "byte")
+                for name, part in (
+                    ("slab_peak", 1.0),
+                    ("slab_median", 0.6),
+                    ("host_slab_peak", 0.3),
+                    ("host_slab_median", 0.1),
+                )
+            ),
+        )
+
     def _outcome(
         self,
         metrics: tuple[Metric, ...],
@@ -196,3 +258,12 @@ class FakeSession:
             raw={"simulated.txt": f"simulated, not measured\n{text}".encode()},
             context={"simulated": True},
         )
+
+
+def _per_cpu(name: str, rate: float, unit: str, cpu: float) -> tuple[Metric, ...]:
+    """A rate, the processor that it took, and their ratio."""
+    return (
+        Metric(name, rate, unit),
+        Metric("cpu", cpu, "percent"),
+        Metric(f"{name}_per_cpu", rate / cpu, f"{unit}/percent"),
+    )

@@ -16,7 +16,7 @@ from vringlab.workloads.base import Outcome
 if TYPE_CHECKING:
     from vringlab.campaign.plan import Cell
 
-Kind = Literal["run", "boot", "switch", "cell", "cell-done", "retry", "end"]
+Kind = Literal["run", "boot", "switch", "cell", "cell-done", "path", "retry", "end"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Event:
 
     Attributes:
         kind: `run` (the runner starts), `boot`, `switch` (an arm is loaded), `cell` (a
-            measurement starts), `cell-done`, `retry` (a boot is repeated after a transient
+            measurement starts), `cell-done`, `path` (an arm's path is looked at), `retry` (a boot is repeated after a transient
             failure) or `end`.
         run_id: The run.
         index: Cells of the run that are done.

@@ -23,10 +23,17 @@ from typing import Literal, Protocol
 
 from vringlab.campaign.budget import Budget
 from vringlab.campaign.experiment import FindWorkload, Value
+from vringlab.campaign.paths import PathPass, summary
 from vringlab.campaign.plan import Cell, Plan, guest_options
 from vringlab.campaign.progress import Event, Kind, Listener, clock, headline, silent
-from vringlab.campaign.store import CellMeta, Store
-from vringlab.errors import MeasurementInvalid, TransientError, UserError, VringlabError
+from vringlab.campaign.store import CellMeta, Store, path_key
+from vringlab.errors import (
+    InfrastructureError,
+    MeasurementInvalid,
+    TransientError,
+    UserError,
+    VringlabError,
+)
 from vringlab.workloads import base
 from vringlab.workloads.base import Outcome
 
@@ -41,6 +48,7 @@ class Session(Protocol):
         host_kind: `emulated`, `nested`, `physical`, or `simulated` for the fake.
         time_budget: Where the wall time goes. The runner enters `boot`, `switch`, `prepare` and
             `collect` around the calls below; the session may enter finer phases inside them.
+        sees_paths: Whether `paths` has anything to count.
     """
 
     @property
@@ -51,6 +59,9 @@ class Session(Protocol):
 
     @property
     def time_budget(self) -> Budget: ...  # noqa: D102
+
+    @property
+    def sees_paths(self) -> bool: ...  # noqa: D102
 
     def boot(self, boot: str, options: Mapping[str, object]) -> None:
         """End the guest, if there is one, and boot a fresh one.
@@ -83,6 +94,24 @@ class Session(Protocol):
         Raises:
             TransientError: the guest died; the runner boots another one.
             InfrastructureError: tools or machines failed.
+        """
+        ...
+
+    def paths(
+        self, arm: str, points: Sequence[tuple[str, Mapping[str, Value]]]
+    ) -> Sequence[PathPass]:
+        """See which path packets take: run points untimed on the loaded arm, counting functions.
+
+        Args:
+            arm: The arm that is loaded.
+            points: Workloads with their parameters.
+
+        Returns:
+            One pass for each point.
+
+        Raises:
+            TransientError: the guest died.
+            InfrastructureError: tools failed, or nothing could be counted.
         """
         ...
 
@@ -248,6 +277,7 @@ class _Campaign:
     left_s: float = 0.0
     mark: float = 0.0
     build_ids: dict[str, str] = field(default_factory=dict)
+    unseen: bool = False
 
     @property
     def plan(self) -> Plan:
@@ -375,7 +405,9 @@ class _Campaign:
                     with self.budget.phase("analyse"):
                         self.store.consolidate(force=False)
                     if self.decided():
+                        self._paths(session, identity)
                         return True
+                self._paths(session, identity)
             except TransientError as error:
                 if retried:
                     raise
@@ -405,23 +437,61 @@ class _Campaign:
         for _, visit in groupby(cells, lambda cell: cell.arm_name):
             self.mark = time.monotonic()
             arm_cells = list(visit)
-            build_id = self._switch(session, identity, arm_cells[0])
+            build_id = self._switch(session, identity, arm_cells[0].arm, arm_cells[0].arm_name)
             meta = CellMeta(identity, session.host, session.host_kind, build_id)
             for cell in arm_cells:
                 self._cell(session, cell, meta)
                 with self.budget.phase("collect"):
                     self.store.write_time(self.budget.spent())
 
-    def _switch(self, session: Session, identity: str, cell: Cell) -> str:
-        self._tell("switch", f"loading {cell.arm_name}", boot=identity)
+    def _switch(self, session: Session, identity: str, arm: str, shown: str) -> str:
+        self._tell("switch", f"loading {shown}", boot=identity)
         with self.budget.phase("switch"):
-            build_id = session.switch(cell.arm) or ""
+            build_id = session.switch(arm) or ""
         if build_id:
-            new = cell.arm not in self.build_ids
-            self._check_build(cell.arm, build_id)
+            new = arm not in self.build_ids
+            self._check_build(arm, build_id)
             if new:
-                self.store.update_provenance({"arms": {cell.arm: {"build_id": build_id}}})
+                self.store.update_provenance({"arms": {arm: {"build_id": build_id}}})
         return build_id
+
+    def _paths(self, session: Session, identity: str) -> None:
+        """See which path the packets of each arm take, where that was not seen yet.
+
+        After the blocks of a boot, so that no measurement follows it in the same guest. That the
+        path could not be seen does not fail a run; its verdicts say so.
+        """
+        seen = {path_key(item.arm, item.workload, item.params) for item in self.store.paths()}
+        todo: dict[str, dict[str, Cell]] = {}
+        for cell in self.plan.cells:
+            key = path_key(cell.arm, cell.workload, cell.params)
+            if key not in seen:
+                todo.setdefault(cell.arm, {})[key] = cell
+        if self.unseen or not session.sees_paths:
+            return
+        for arm, cells in todo.items():
+            points = [(cell.workload, cell.params) for cell in cells.values()]
+            with self.budget.phase("path"):
+                try:
+                    build_id = session.switch(arm)
+                    if build_id:
+                        self._check_build(arm, build_id)
+                    found = session.paths(arm, points)
+                except TransientError:
+                    raise
+                except InfrastructureError as error:
+                    self.unseen = True
+                    self._tell("path", f"the path could not be seen: {error.message}")
+                    self.store.update_provenance({"path_problem": error.message})
+                    return
+            with self.budget.phase("collect"):
+                self.store.write_paths(found)
+                known = [item for item in self.store.paths() if item.arm == arm]
+                self.store.update_provenance({"exercised": {arm: summary(known)}})
+            for item in found:
+                shown = ", ".join(f"{name}={value}" for name, value in item.params.items())
+                what = f"{arm} {item.workload} {shown}".rstrip()
+                self._tell("path", f"{what}: {item.headline}", boot=identity)
 
     def _cell(self, session: Session, cell: Cell, meta: CellMeta) -> None:
         shown = ", ".join(f"{name}={value}" for name, value in cell.params.items())

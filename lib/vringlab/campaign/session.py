@@ -298,9 +298,7 @@ class MachineSession:
         with self._lease.watched():
             return chosen.run(self.lab, base.parse_params(chosen, params), duration_s)
 
-    def paths(
-        self, arm: str, points: Sequence[tuple[str, Mapping[str, Value]]]
-    ) -> list[PathPass]:
+    def paths(self, arm: str, points: Sequence[tuple[str, Mapping[str, Value]]]) -> list[PathPass]:
         """Count the experiment's functions while each point runs; see `campaign.runner.Session`."""
         assert self._probes is not None, "sees_paths says so"
         probes = _as_probes(self._probes)

@@ -1,6 +1,7 @@
 """A run on disk: a folder that can be killed at any point and continued.
 
     plan.json provenance.json time.json      what was to be done, where, and how long it took
+    paths.json                               which path the packets took, by arm and point
     cells/CELL/{sample.json, raw files}      a cell is done or not there
     superseded/CELL@BOOT/                    cells that were measured again under another boot
     samples.parquet histograms.parquet       tidy tables, derived from the cells
@@ -21,7 +22,7 @@ import secrets
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,7 +30,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from vringlab import __version__
-from vringlab.campaign import tables
+from vringlab.campaign import paths, tables
 from vringlab.campaign.files import (
     UNFINISHED,
     read_json,
@@ -39,6 +40,7 @@ from vringlab.campaign.files import (
     write_new,
     writing,
 )
+from vringlab.campaign.paths import PathPass
 from vringlab.campaign.plan import Cell, Plan, cell_document
 from vringlab.errors import InfrastructureError, UserError
 from vringlab.settings import settings
@@ -47,6 +49,7 @@ from vringlab.workloads.base import Outcome
 PLAN = "plan.json"
 PROVENANCE = "provenance.json"
 TIME = "time.json"
+PATHS = "paths.json"
 LOCK = "lock"
 
 #: Marks a recorded bundle: files to analyse, which no runner continues.
@@ -330,6 +333,26 @@ class Store:
         if new != old:
             replace_json(self.path / PROVENANCE, new)
 
+    def paths(self) -> tuple[PathPass, ...]:
+        """What was counted to see which path the packets took.
+
+        Raises:
+            UserError: the file is damaged.
+        """
+        return read_paths(self.path)
+
+    def write_paths(self, passes: Sequence[PathPass]) -> None:
+        """Add passes; one of the same arm and point is replaced.
+
+        Raises:
+            UserError: the file is damaged.
+            InfrastructureError: the disk is full, or the folder cannot be written.
+        """
+        known = {path_key(item.arm, item.workload, item.params): item for item in self.paths()}
+        known |= {path_key(item.arm, item.workload, item.params): item for item in passes}
+        records = [item.as_record() for item in known.values()]
+        replace_json(self.path / PATHS, {"format": paths.FORMAT, "passes": records})
+
     def write_time(self, spent: Mapping[str, float], status: str = "running") -> None:
         """Record in time.json where this attempt's time went; earlier attempts are kept.
 
@@ -357,6 +380,34 @@ class Store:
                 "attempts": self._attempts,
             },
         )
+
+
+def path_key(arm: str, workload: str, params: Mapping[str, object]) -> str:
+    """What names a pass within a run."""
+    return json.dumps([arm, workload, dict(params)], sort_keys=True)
+
+
+def read_paths(path: Path) -> tuple[PathPass, ...]:
+    """What a run folder or bundle says of the paths that packets took; none where it says nothing.
+
+    Raises:
+        UserError: the file is damaged, or of a format that this version does not know.
+    """
+    file = path / PATHS
+    if not file.exists():
+        return ()
+    document = read_json(file)
+    if document.get("format") != paths.FORMAT:
+        raise UserError(
+            f"{file} has format {document.get('format')}; this version reads {paths.FORMAT}",
+            remedy="use the version of vringlab that wrote it",
+        )
+    try:
+        return tuple(paths.from_record(record) for record in document["passes"])
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            f"{file} is damaged: {error}", remedy="delete it; the next resume counts again"
+        ) from None
 
 
 def read_plan(path: Path) -> Plan:
