@@ -36,7 +36,8 @@ class FakeProcess:
         if text in stdout + stderr:
             return
         kind = TransientError if status == STILL_RUNNING else InfrastructureError
-        raise kind(f"no {text!r} within {timeout:g} s", host=self.machine.name)
+        message = f"no {text!r} within {timeout:g} s"
+        raise kind(message, host=self.machine.name, stdout=stdout, stderr=stderr)
 
     def wait(self, timeout: float) -> Completed:
         self.machine.log.append(f"wait {self.command}")

@@ -25,8 +25,8 @@ class Event:
 
     Attributes:
         kind: `run` (the runner starts), `boot`, `switch` (an arm is loaded), `cell` (a
-            measurement starts), `cell-done`, `path` (an arm's path is looked at), `retry` (a boot is repeated after a transient
-            failure) or `end`.
+            measurement starts), `cell-done`, `path` (which path an arm's packets took), `retry`
+            (a boot is repeated after a transient failure) or `end`.
         run_id: The run.
         index: Cells of the run that are done.
         total: Cells of the run.

@@ -134,13 +134,14 @@ def resolve(
         # `.cold` is a part of a function that is jumped into, not called.
         if key in wanted and not suffix.startswith("cold"):
             symbols[key] = symbol if key not in symbols else min(symbols[key], symbol, key=len)
-    missing = {}
+    missing: dict[str, str] = {}
     for probe in probes:
         for name, module in ((probe.function, probe.module), (probe.within, probe.within_module)):
             if name and (name, module) not in symbols:
-                missing[probe.name] = (
+                missing.setdefault(
+                    probe.name,
                     f"{name} is no function of {module or 'the kernel'} as it runs: the compiler "
-                    "put it inside its callers, or this kernel calls it otherwise"
+                    "put it inside its callers, or this kernel calls it otherwise",
                 )
     return symbols, missing
 
