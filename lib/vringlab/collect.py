@@ -193,7 +193,7 @@ def measure(
     needed = tuple(dict.fromkeys(cell.arm for cell in opened.plan.cells))
     told = on_step or print_step
 
-    probes = experiment.probes if experiment.profile(opened.plan.profile).paths else None
+    probes = experiment.counted if experiment.profile(opened.plan.profile).paths else None
 
     def make() -> AbstractContextManager[Session]:
         return session.open_session(

@@ -218,7 +218,7 @@ class Experiment(_Strict):
     reference: Name
     arms: Annotated[tuple[Arm, ...], Field(min_length=1)]
     claims: str
-    probes: Probes | None = None
+    probes: Probes | Name | None = None
     workloads: Annotated[tuple[WorkloadUse, ...], Field(min_length=1)]
     profiles: dict[ProfileName, Profile]
 
@@ -230,7 +230,8 @@ class Experiment(_Strict):
             raise ValueError(f"arm named twice: {', '.join(twice)}")
         if self.reference not in arms:
             raise ValueError(f"reference {self.reference!r} is not an arm ({', '.join(arms)})")
-        stray = sorted(set(self.probes.proof) - set(arms)) if self.probes else []
+        own = self.probes.proof if isinstance(self.probes, Probes) else {}
+        stray = sorted(set(own) - set(arms))
         if stray:
             raise ValueError(f"probes: no arm {', '.join(stray)} ({', '.join(arms)})")
         missing = [name for name in PROFILES if name not in self.profiles]
@@ -253,6 +254,23 @@ class Experiment(_Strict):
     def patches_name(self) -> str:
         """The folder of `data/patches/` with the arms, which experiments may share."""
         return self.patches or self.name
+
+    @property
+    def counted(self) -> Probes | None:
+        """What is counted to see which path packets take; another experiment's where it says so.
+
+        Raises:
+            UserError: that one does not exist, or refers to yet another.
+        """
+        if not isinstance(self.probes, str):
+            return self.probes
+        other = load(self.probes).probes
+        if isinstance(other, str):
+            raise UserError(
+                f"probes of {self.name}: {self.probes} has none of its own",
+                remedy=f"name {other} instead",
+            )
+        return other
 
     @property
     def claims_path(self) -> Path:
