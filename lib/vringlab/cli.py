@@ -238,7 +238,10 @@ def _show(path: Path) -> None:
     loaded = load_run(path)
     console.print(arm_table(loaded))
     console.print("\nVerdicts on the published claims", style="bold")
-    for verdict in verdicts_of(loaded):
+    verdicts = verdicts_of(loaded)
+    if not verdicts:
+        console.print("  none were published on what this experiment measures")
+    for verdict in verdicts:
         rest = verdict.sentence.removeprefix(verdict.word)
         console.print(f"  [bold]{verdict.word}[/bold]{escape(rest)}", highlight=False)
 

@@ -103,7 +103,7 @@ def test_nine_percent_less_is_taken_from_the_figure_after(found: list[Finding]) 
 
 def test_fifty_megabytes_against_the_mails_own_figures(found: list[Finding]) -> None:
     (item,) = _of(found, "difference")
-    assert item.claims == ("vsock-skb-merge/v2-reply.slab-peak",)
+    assert item.claims == ("vsock-skb-merge/v2-reply-slab.slab-peak",)
     assert "-50 MB" in item.message
     assert "540 -> 390 MB is -150 MB" in item.message
 

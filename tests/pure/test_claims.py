@@ -251,9 +251,13 @@ def test_seed_003_and_its_merged_form(claims: dict[str, Claim]) -> None:
 
 
 def test_seed_004_and_its_later_versions(claims: dict[str, Claim]) -> None:
-    peak = claims["vsock-skb-merge/v2-reply.slab-peak"]
+    peak = claims["vsock-skb-merge/v2-reply-slab.slab-peak"]
     assert (peak.before, peak.after, peak.difference) == (540e6, 390e6, -50e6)
     assert peak.arms == ("no-merge", "merge")
+    assert (peak.status, peak.status_by) == ("superseded", "Yzy4tEGXSZcLYkLv@bullseye")
+    corrected = claims["vsock-skb-merge/v2-reply-corrected.slab-peak"]
+    assert (corrected.before, corrected.after, corrected.status) == (590e6, 540e6, "standing")
+    assert corrected.message_id == peak.status_by
     typical = claims["vsock-skb-merge/v2-reply.slab-typical"]
     assert (typical.change, typical.ratio, typical.difference) == (None, None, -150e6)
     assert typical.is_absolute

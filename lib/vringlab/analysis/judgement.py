@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from vringlab.analysis.claims import Claim, load_claims
+from vringlab.analysis.claims import Claim, experiments, load_claims
 from vringlab.analysis.frames import RunFrames, load_run
 from vringlab.analysis.sequential import SequentialPlan
 from vringlab.analysis.verdicts import Verdict, decide_claim, judge_all
@@ -106,12 +106,14 @@ def until_decided(
 
 
 def verdicts_of(run: RunFrames, draws: int = 0) -> list[Verdict]:
-    """All claims of the run's experiment, judged by it.
+    """All claims of the run's experiment, judged by it; none where nothing was published.
 
     Args:
         run: The run.
         draws: Draws of the bootstrap that stands beside the interval.
     """
+    if run.plan.experiment not in experiments():
+        return []
     claims = load_claims(run.plan.experiment)
     stored: dict[str, Any] | None = run.provenance.get(SEQUENTIAL)
     if stored is None:

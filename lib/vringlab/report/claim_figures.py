@@ -334,7 +334,7 @@ def _least_time(claim: Claim, streams: Sequence[Claim]) -> float | None:
     rates = [
         stream.before
         for stream in streams
-        if stream.before and payload(stream) == size and stream.params.get("streams") == 1
+        if stream.before and payload(stream) == size and stream.params.get("threads") == 1
     ]
     return None if size is None or not rates else size * 8 / max(rates) * 1e9
 
