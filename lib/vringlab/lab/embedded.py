@@ -116,10 +116,15 @@ def _free_port() -> int:
 
 
 def _argv(image: Image, accelerator: Accelerator, port: int, console: Path, qmp: int) -> list[str]:
+    """QEMU's command line.
+
+    Slab caches are not merged on this host, so that those of packets can be told from others
+    (`vringlab.workloads.slab`).
+    """
     tcg = accelerator.name == "tcg"
     limits = settings()
     append = (
-        f"console=ttyS0 {_FAST_BOOT if tcg else 'quiet panic=-1'} "
+        f"console=ttyS0 {_FAST_BOOT if tcg else 'quiet panic=-1'} slab_nomerge "
         f"vringlab.role=host vringlab.mac={_MAC} vringlab.address=10.0.2.15/24 "
         "vringlab.gateway=10.0.2.2 "
         "vringlab.modules=virtio_net,kvm_amd,kvm_intel,vhost_vsock,vhost_net,tun"

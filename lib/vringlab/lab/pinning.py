@@ -72,8 +72,11 @@ def observe(host: Machine, threads: Mapping[int, int]) -> dict[int, str]:
     """Where threads may run now, as the kernel prints it (`2`, `0-3`); `gone` for ended ones."""
     if not threads:
         return {}
-    script = "; ".join(
-        f"sed -n 's/^Cpus_allowed_list:[[:space:]]*/{tid} /p' /proc/{tid}/status" for tid in threads
+    # One program for all threads, not one for each: they cost 0.1 s apiece on an emulated host.
+    files = " ".join(f"/proc/{tid}/status" for tid in threads)
+    script = (
+        f"grep -Hs ^Cpus_allowed_list: {files} | "
+        r"sed -n 's|^/proc/\([0-9]*\)/status:[^:]*:[[:space:]]*|\1 |p'"
     )
     seen = dict.fromkeys(threads, "gone")
     for line in host.run(script, check=False).stdout.splitlines():

@@ -144,13 +144,35 @@ class SlabFigures:
     cpu_share: float | None = None
     readings: int = 0
 
-    def metrics(self) -> tuple[Metric, ...]:
-        """`slab_peak` and `slab_median`, bytes over the baseline; none without figures."""
+    def _over(self) -> dict[str, int]:
         if self.total is None:
-            return ()
-        return (
-            Metric("slab_peak", float(self.total.peak_over), "byte"),
-            Metric("slab_median", float(self.total.median_over), "byte"),
+            return {}
+        return {"slab_peak": self.total.peak_over, "slab_median": self.total.median_over}
+
+    def metrics(self, prefix: str = "") -> tuple[Metric, ...]:
+        """`slab_peak` and `slab_median`, bytes over the baseline; none without figures.
+
+        One that is not above the baseline is left out (see `not_above`): arms are compared by
+        ratios, which need figures above 0.
+
+        Args:
+            prefix: Set before the names: `host_`.
+        """
+        return tuple(
+            Metric(prefix + name, float(over), "byte")
+            for name, over in self._over().items()
+            if over > 0
+        )
+
+    def not_above(self, prefix: str = "") -> tuple[str, ...]:
+        """For each figure that `metrics` leaves out: why, in words."""
+        return tuple(
+            f"no {prefix}{name}: the caches took {-over} bytes less than before the load, so "
+            "nothing was seen over the baseline"
+            if over < 0
+            else f"no {prefix}{name}: nothing was seen over the baseline"
+            for name, over in self._over().items()
+            if over <= 0
         )
 
     def context(self) -> dict[str, object]:
