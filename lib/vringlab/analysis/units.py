@@ -104,7 +104,8 @@ _SPECS = (
         "throughput_stddev",
         "percent",
         "lower",
-        "Standard deviation of the throughput over runs, as a share of its mean.",
+        "Standard deviation of a run's throughput as a share of its mean: over the seconds of one "
+        "run where we measure it, over runs where a mail gives it.",
     ),
     MetricSpec("tx_interrupts", "1/s", "lower", "Transmit interrupts per second in the guest."),
     MetricSpec("kicks", "1/s", "lower", "Notifications of the host by the guest per second."),
