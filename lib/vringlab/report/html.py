@@ -31,6 +31,7 @@ from vringlab.campaign.files import replacing
 from vringlab.errors import UserError
 from vringlab.report.canvas import GRID, INK, MUTED, PAPER, RunFigure, Width, looks
 from vringlab.report.figures import drawn_metrics, figures_for
+from vringlab.report.path_view import path_rows
 from vringlab.report.summary import HEADLINE, Summary, count, host_text, run_notes, summarise
 from vringlab.report.tables import ArmTable, arm_table
 from vringlab.report.time_budget import duration, phases, sentence
@@ -138,6 +139,8 @@ def render(run: RunFrames) -> str:
         others=[_claim_text(claim) for claim in others],
         figures=_figures(summary),
         table=_table(table, run),
+        paths=path_rows(run),
+        path_problem=str(run.provenance.get("path_problem", "")),
         phases=[
             (name, duration(seconds), f"{100 * seconds / total:.1f} %")
             for name, seconds in spent.items()
