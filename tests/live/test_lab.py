@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from vringlab.campaign import experiment as experiments
-from vringlab.campaign.session import build_arms
+from vringlab.campaign import paths
+from vringlab.campaign.session import as_probes, build_arms
 from vringlab.errors import InfrastructureError, TransientError, UserError
 from vringlab.image.build import Image, ensure_image
 from vringlab.kernels.module import BuiltModule
-from vringlab.lab import accel, embedded, guest, pinning, swap
+from vringlab.lab import accel, embedded, guest, pinning, probe, swap
 from vringlab.lab.lab import Lab
 from vringlab.settings import settings
 from vringlab.transport.ssh import Machine
@@ -164,6 +165,37 @@ def test_our_ping_pong_is_valid_where_fio_is_not(
     figures = {metric.name: metric.value for metric in outcome.metrics}
     assert 0 < figures["rtt_p1"] <= figures["rtt_p50"] <= figures["rtt_p99"]
     assert sum(count for _, count in outcome.histograms[0].bins) > 0
+
+
+@pytest.mark.parametrize("tool", ["bpftrace", "tracefs"])
+def test_path_is_seen_by_either_tool(lab: Lab, arms: dict[str, BuiltModule], tool: str) -> None:
+    swap.swap(lab.guest, arms["direct"])
+    found = experiments.load("vsock-direct-enqueue").counted
+    assert found is not None
+    inlined = probe.Probe("inlined", "virtio_transport_can_merge", found.counters[0].module)
+    ping = base.find("vsock-pingpong")
+    point = base.parse_params(ping, {"direction": "g-h-g"})
+    away = "/usr/bin/bpftrace"
+    if tool == "tracefs":
+        lab.guest.machine.run(["mv", away, f"{away}.away"])
+    try:
+        with probe.counting(lab.guest.machine, [*as_probes(found), inlined]) as tally:
+            assert tally.tool == tool
+            # What has no symbol is said, and the rest is counted.
+            assert list(tally.missing) == ["inlined"]
+            tally.take()
+            ping.run(lab, point, 1.0)
+            counts = tally.take().values
+    finally:
+        if tool == "tracefs":
+            lab.guest.machine.run(["mv", f"{away}.away", away])
+    seen = paths.judge(found, "direct", "vsock-pingpong", {}, counts)
+    assert seen.exercised is True
+    assert counts["offered"] > 20
+    # One message at a time finds the queue empty.
+    assert seen.shares["direct-share"] > 90
+    left = lab.guest.machine.run("cat /sys/kernel/tracing/kprobe_events; pidof bpftrace || true")
+    assert left.stdout == ""
 
 
 def test_packed_and_split_rings_are_negotiated(lab: Lab) -> None:

@@ -301,7 +301,7 @@ class MachineSession:
     def paths(self, arm: str, points: Sequence[tuple[str, Mapping[str, Value]]]) -> list[PathPass]:
         """Count the experiment's functions while each point runs; see `campaign.runner.Session`."""
         assert self._probes is not None, "sees_paths says so"
-        probes = _as_probes(self._probes)
+        probes = as_probes(self._probes)
         found = []
         with self._lease.watched():
             machine = self.lab.guest.machine if self._side == "guest" else self._host.machine
@@ -370,7 +370,7 @@ class MachineSession:
         return merged(known, self._seen)
 
 
-def _as_probes(probes: Probes) -> list[Probe]:
+def as_probes(probes: Probes) -> list[Probe]:
     """What the lab counts; a `within` function is where its own counter says it is."""
     modules = {counter.function: counter.module for counter in probes.counters}
     return [
