@@ -19,9 +19,9 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from vringlab.errors import InfrastructureError
 from vringlab.lab import vhost_nic
@@ -42,7 +42,6 @@ _MARGIN_S = 60.0
 #: Some sessions start together; each one more takes this long under emulation (seen: 0.18 s).
 _TOGETHER = 4
 _START_S = 0.2
-_ITERATIONS = 10
 #: Least that must be full seconds for a standard deviation to be given.
 _FEWEST_INTERIMS = 3
 _FULL_S = 0.9
@@ -50,7 +49,8 @@ _FULL_S = 0.9
 _CLOCK_SHARE = 0.05
 _KEYS = (
     "THROUGHPUT,THROUGHPUT_UNITS,ELAPSED_TIME,LOCAL_CPU_UTIL,CONFIDENCE_ITERATION,"
-    "THROUGHPUT_CONFID,LOCAL_SEND_SIZE,REMOTE_SEND_SIZE"
+    "THROUGHPUT_CONFID,LOCAL_SEND_SIZE,REMOTE_SEND_SIZE,LOCAL_TRANSPORT_RETRANS,"
+    "REMOTE_TRANSPORT_RETRANS"
 )
 _SECTION = re.compile(r"^@@ (\S+)(?: (.*))?$", re.MULTILINE)
 
@@ -63,21 +63,12 @@ class NetperfParams(Params):
         size: Bytes of a send, or of a request and of its response.
         sessions: netperf processes at once.
         vcpus: Processors online in the guest.
-        confidence: Width that netperf shall bring the 99 % interval of its result to, percent of
-            the mean, in 3 to 10 iterations; 0 asks for none. One session only.
     """
 
     direction: Direction = Field(default="guest-rx", description="guest-rx, guest-tx or rr")
     size: int = Field(default=16384, ge=1, le=65535, description="bytes of a send")
     sessions: int = Field(default=1, ge=1, le=50, description="netperf processes at once")
     vcpus: Literal[1, 2] = Field(default=2, description="1 or 2 processors online in the guest")
-    confidence: int = Field(default=0, ge=0, le=50, description="percent, or 0")
-
-    @model_validator(mode="after")
-    def _one_session(self) -> Self:
-        if self.confidence and self.sessions > 1:
-            raise ValueError("sessions that iterate pause at different times: use one")
-        return self
 
 
 def netperf_argv(params: NetperfParams, seconds: int) -> list[str]:
@@ -91,10 +82,8 @@ def netperf_argv(params: NetperfParams, seconds: int) -> list[str]:
         "guest-tx": ("TCP_MAERTS", ("-m", f",{size}")),
         "rr": ("TCP_RR", ("-r", f"{size},{size}")),
     }[params.direction]
-    iterate = ("-i", f"{_ITERATIONS},3", "-I", f"99,{params.confidence}")
     return [
         *("netperf", "-H", vhost_nic.GUEST_ADDRESS, "-t", test, "-l", str(seconds), "-P", "0"),
-        *(iterate if params.confidence else ()),
         *("-D", "1", "--", *sizes, "-k", _KEYS),
     ]
 
@@ -125,6 +114,8 @@ def _before_script(vcpus: int) -> str:
             "for d in /sys/class/net/*; do read -r m < $d/address; "
             f"[ $m != {vhost_nic.MAC} ] || dev=${{d##*/}}; done",
             '[ -n "$dev" ] || exit 8',
+            # Else a connection begins with what the kernel learnt of the path under another arm.
+            "echo 1 > /proc/sys/net/ipv4/tcp_no_metrics_save",
             *([f"echo 0 > {_OTHER_CPU} || exit 7"] if vcpus == 1 else []),
             'cd -P "/sys/class/net/$dev/device" || exit 8',
             'echo "@@ device $dev ${PWD##*/}"',
@@ -159,12 +150,15 @@ def _host_script(
         f"taskset -p -c {cpu} $$ >/dev/null || exit 6",
         f"rm -rf {out}; mkdir -p {out} && mkfifo {out}/never && exec {{never}}<>{out}/never "
         "|| exit 5",
+        # What the kernel learnt of the path under another arm; the guest keeps none.
+        f"ip tcp_metrics flush {vhost_nic.GUEST_ADDRESS} >/dev/null 2>&1",
         # A task of QEMU since 6.4; in /proc/TID its figures would be those of all of QEMU.
         f"w=/proc/{qemu}/task/{worker}; [ -e $w/stat ] || w=/proc/{worker}",
         "began=$EPOCHREALTIME",
         f'{shlex.join(sample)} "$w/stat" "$w/status:voluntary_ctxt_switches" 2> {out}/sample.err &',
         "sampler=$!",
-        f"until [ -s {out}/sample ] || [ -s {out}/sample.err ]; do read -t 0.005 -u $never; done",
+        f"until [ -s {out}/sample ] || ! kill -0 $sampler 2>/dev/null; do "
+        "read -t 0.005 -u $never; done",
         'echo "@@ clock $began $EPOCHREALTIME"; echo "@@ worker $w"',
         f"for ((n = 0; n < {sessions}; n++)); do",
         f"  {shlex.join(argv)} > {out}/$n.out 2> {out}/$n.err & pids[n]=$!",
@@ -412,7 +406,7 @@ class Netperf:
         guest, host = lab.guest.machine, lab.host.machine
         with _brought_back(guest, params.vcpus):
             ready = _prepare(guest, params.vcpus)
-            longest = seconds * (_ITERATIONS if params.confidence else 1) + _MARGIN_S
+            longest = seconds + _MARGIN_S
             script = _host_script(
                 argv,
                 params.sessions,
@@ -445,7 +439,6 @@ class Netperf:
         outcome = netperf_output.netperf_outcome(
             sessions,
             asked_s=duration_s,
-            confidence_width=params.confidence or None,
             started=started,
             raw={
                 "netperf.txt": done.stdout.encode(),
