@@ -36,6 +36,7 @@ from vringlab.workloads import base
 from vringlab.workloads.base import Outcome
 
 Switch = Literal["swap", "reboot"]
+Side = Literal["guest", "host"]
 OnStep = Callable[[str], None]
 
 #: A host that takes longer for nothing at all is as good as lost.
@@ -163,7 +164,7 @@ class MachineSession:
     def __init__(
         self,
         lease: HostLease,
-        side: Literal["guest", "host"],
+        side: Side,
         built: Mapping[str, BuiltModule],
         budget: Budget,
         switch: Switch,
@@ -203,9 +204,10 @@ class MachineSession:
             InfrastructureError: a module could not be restored. An error that is on its way
                 says so instead.
         """
-        self._end_guest()
         try:
-            self._restore()
+            with ExitStack() as stack:
+                stack.callback(self._restore)
+                self._end_guest()
         except InfrastructureError as error:
             if value is None:
                 raise
