@@ -167,6 +167,83 @@ def test_a_qemu_that_dies_unasked(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr() == ("", "")
 
 
+@contextlib.contextmanager
+def telling(*events: dict[str, Any], hang_up: bool = False) -> Iterator[socket.socket]:
+    """A QEMU that takes a command, tells of events, and then stays silent or is gone."""
+    ours, theirs = socket.socketpair()
+
+    def serve() -> None:
+        with theirs, contextlib.suppress(OSError):
+            send(theirs, GREETING)
+            for request in requests(theirs):
+                respond(theirs, request, {"return": {}})
+                if request["execute"] == "qmp_capabilities":
+                    continue
+                for event in events:
+                    send(theirs, {"timestamp": {"seconds": 1, "microseconds": 0}, **event})
+                if hang_up:
+                    return
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield ours
+    finally:
+        ours.close()
+        thread.join(timeout=DEADLINE_S)
+
+
+def deleted(device: str) -> dict[str, Any]:
+    return {"event": "DEVICE_DELETED", "data": {"device": device, "path": f"/x/{device}"}}
+
+
+def unplug(monitor: Monitor) -> None:
+    monitor.execute_until("device_del", {"id": "nic"}, "DEVICE_DELETED", {"device": "nic"})
+
+
+def test_a_command_is_over_with_its_event() -> None:
+    # The path of a device's inner part is told without its name.
+    inner = {"event": "DEVICE_DELETED", "data": {"path": "/x/nic/backend"}}
+    with (
+        telling(deleted("other"), inner, {"event": "RESUME"}, deleted("nic")) as end,
+        Monitor(end, name="guest") as monitor,
+    ):
+        unplug(monitor)
+        unplug(monitor)
+
+
+def test_the_event_of_another_device_is_not_enough() -> None:
+    with (
+        telling(deleted("other")) as end,
+        Monitor(end, name="guest", timeout=1.0) as monitor,
+        pytest.raises(TransientError, match="did not answer within 1 s"),
+    ):
+        unplug(monitor)
+
+
+def test_a_qemu_that_dies_before_the_event_is_not_waited_for() -> None:
+    begin = time.monotonic()
+    with (
+        telling(deleted("other"), hang_up=True) as end,
+        Monitor(end, name="guest", timeout=2 * DEADLINE_S) as monitor,
+        pytest.raises(InfrastructureError, match="before it said DEVICE_DELETED"),
+    ):
+        unplug(monitor)
+    assert time.monotonic() - begin < DEADLINE_S
+
+
+def test_a_refused_command_has_no_event() -> None:
+    def refuse(_request: dict[str, Any]) -> dict[str, Any]:
+        return {"error": {"class": "DeviceNotFound", "desc": "Device 'nic' not found"}}
+
+    with (
+        speaking(refuse) as end,
+        Monitor(end, name="guest") as monitor,
+        pytest.raises(InfrastructureError, match="'nic' not found"),
+    ):
+        unplug(monitor)
+
+
 def test_an_answer_of_many_megabytes() -> None:
     # qom-get and friends: longer than a stream's default limit of 64 KiB.
     big = "x" * 3_000_000
@@ -236,6 +313,8 @@ def test_a_real_qemu(tmp_path: Path) -> None:
     ):
         assert monitor.execute("query-status")["running"] is True
         assert monitor.vcpu_threads() == []
+        monitor.execute_until("stop", {}, "STOP", {})
+        monitor.execute_until("cont", {}, "RESUME", {})
         with pytest.raises(InfrastructureError, match="has not been found"):
             monitor.execute("no-such-command")
         # More than 64 KiB come back.

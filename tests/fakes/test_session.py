@@ -18,7 +18,7 @@ from vringlab.campaign.budget import Budget
 from vringlab.campaign.session import HostLease, MachineSession, Side, Switch
 from vringlab.errors import InfrastructureError, TransientError, UserError
 from vringlab.kernels.module import BuiltModule
-from vringlab.lab import swap
+from vringlab.lab import facts, vhost_nic
 from vringlab.lab.embedded import HostMachine
 from vringlab.lab.guest import GuestSpec
 
@@ -102,9 +102,9 @@ class World:
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     made = World()
     monkeypatch.setattr(sessions, "boot_guest", made.boot_guest)
-    monkeypatch.setattr(sessions.facts, "collect", lambda *_: {})
-    monkeypatch.setattr(swap.vhost_nic, "unplug", lambda *_: made.log.append("unplug"))
-    monkeypatch.setattr(swap.vhost_nic, "plug", lambda *_: made.log.append("plug"))
+    monkeypatch.setattr(facts, "collect", lambda *_: {})
+    monkeypatch.setattr(vhost_nic, "unplug", lambda *_: made.log.append("unplug"))
+    monkeypatch.setattr(vhost_nic, "plug", lambda *_: made.log.append("plug"))
     return made
 
 

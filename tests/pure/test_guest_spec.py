@@ -8,6 +8,7 @@ import re
 import pytest
 
 from vringlab.errors import UserError
+from vringlab.lab import vhost_nic
 from vringlab.lab.guest import GuestSpec, VhostUserNic, nic_mac, qemu_argv
 from vringlab.lab.testpmd import testpmd_argv as argv_of_testpmd
 
@@ -74,8 +75,8 @@ def test_devices_come_in_order_with_their_addresses() -> None:
 
 
 def test_addresses_are_unicast_local_and_distinct() -> None:
-    addresses = [nic_mac(index) for index in range(16)]
-    assert len(set(addresses)) == 16
+    addresses = [*(nic_mac(index) for index in range(16)), vhost_nic.MAC]
+    assert len(set(addresses)) == 17
     assert all(re.fullmatch(r"52:54:00(:[0-9a-f]{2}){3}", address) for address in addresses)
 
 
@@ -88,6 +89,17 @@ def test_cid_and_monitor_port_are_those_asked_for() -> None:
 def test_management_is_on_vhost() -> None:
     (management,) = [word for word in values(argv(GuestSpec()), "-netdev") if "tap" in word]
     assert "vhost=on" in management
+
+
+def test_with_a_device_for_benchmarks_vhost_net_is_left_to_it() -> None:
+    words = argv(GuestSpec(vhost_nic=True))
+    (management,) = [word for word in values(words, "-netdev") if "tap" in word]
+    assert "vhost=off" in management, "else vhost_net could never be unloaded"
+    # The device itself comes later, into this port.
+    (port,) = [device for device in values(words, "-device") if "root-port" in device]
+    assert f"id={vhost_nic.PORT}" in port
+    assert not any(vhost_nic.MAC in word for word in words)
+    assert not any("root-port" in device for device in values(argv(GuestSpec()), "-device"))
 
 
 def test_shortcuts_of_emulation_are_not_taken_elsewhere() -> None:

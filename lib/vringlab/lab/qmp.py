@@ -11,7 +11,7 @@ from collections.abc import Coroutine, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from qemu.qmp import QMPClient
+from qemu.qmp import QMPClient, Runstate
 from qemu.qmp.error import QMPError
 
 from vringlab.errors import InfrastructureError, TransientError
@@ -114,12 +114,16 @@ class Monitor:
             told: Mapping[str, object] = message.get("data", {})
             return data.items() <= told.items()
 
+        async def gone() -> None:
+            if self._client.runstate is Runstate.RUNNING:
+                await self._client.runstate_changed()
+
         async def exchange() -> None:
             with self._client.listener(event, fits) as listener:
                 await self._client.execute(command, arguments)
                 heard = asyncio.ensure_future(listener.get())
                 # A QEMU that ends says no more: waiting for its word alone would take the deadline.
-                ended = asyncio.ensure_future(self._client.runstate_changed())
+                ended = asyncio.ensure_future(gone())
                 try:
                     await asyncio.wait({heard, ended}, return_when=asyncio.FIRST_COMPLETED)
                     if not heard.done():
