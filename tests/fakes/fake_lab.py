@@ -30,6 +30,10 @@ class FakeProcess:
     answer: Answer
     closed: bool = False
 
+    @property
+    def stdout(self) -> str:
+        return self.answer[0]
+
     def wait_for(self, text: str, timeout: float) -> None:
         stdout, stderr, status = self.answer
         self.machine.log.append(f"wait_for {text}")

@@ -47,13 +47,15 @@ def script(rate_hz: float, limit_s: float) -> str:
             "  ! [ -r $d/slabs ] || files=$files' '$d/slabs",
             "  { echo 1 > $d/shrink; } 2>/dev/null",
             "done",
-            "echo '@@ slabinfo'; cat /proc/slabinfo",
+            "echo '@@ slabinfo'",
+            f"grep -E '^(slabinfo|#|{'|'.join(slab.CACHES)}) ' /proc/slabinfo 2>&1",
             "echo '@@ links'",
             "[ -z $merged ] || find /sys/kernel/slab -maxdepth 1 -type l -printf '%f %l\\n'",
             "out=/run/vringlab-sample; : > $out; : > $out.err",
             f"{shlex.join(stat)} $files --duration {limit_s:g} --output $out 2> $out.err & pid=$!",
-            "until [ -s $out ] || [ -s $out.err ]; do :; done",
-            "echo @@ sampling $pid",
+            # Bounded: should the connection break, nobody else would end this loop.
+            "n=0; until [ -s $out ] || [ -s $out.err ] || [ $((n+=1)) = 200000 ]; do :; done",
+            "echo @@ sampling $pid; echo @@ ready",
             "wait $pid",
             "echo '@@ samples'; cat $out $out.err",
         ]
@@ -92,7 +94,7 @@ class Samplers:
         started = {name: machine.start(text) for name, machine in self._machines.items()}
         try:
             for name, process in started.items():
-                process.wait_for("@@ sampling", _MARGIN_S)
+                process.wait_for("@@ ready", _MARGIN_S)
                 pid = next(m[2] for m in _SECTION.finditer(process.stdout) if m[1] == "sampling")
                 self._running[name] = process, pid
         except BaseException:
@@ -124,13 +126,16 @@ class Samplers:
         due = self._since + slab.FEWEST_READINGS / self._rate_hz
         time.sleep(max(0.0, due - time.monotonic()))
 
-    def stop(self) -> dict[str, str]:
-        """What each printed.
+    def stop(self) -> None:
+        """Tell all of them to end; other things can be done until `texts` is asked for."""
+        self._end()
+
+    def texts(self) -> dict[str, str]:
+        """What each printed, after `stop`.
 
         Raises:
             TransientError: a machine was lost.
         """
-        self._end()
         running, self._running = self._running, {}
         return {name: process.wait(_MARGIN_S).stdout for name, (process, _) in running.items()}
 

@@ -193,7 +193,9 @@ class VsockStream(VsockBenchmark):
                 heard = far.wait(TOOL_MARGIN_S)
             finally:
                 far.close()
-            sampled = samplers.stop()
+            samplers.stop()
+            drift = lab.pinning_drift()
+            sampled = samplers.texts()
         sent, arrived = parse(near.stdout), parse(heard.stdout)
         guest_end, host_end = (sent, arrived) if params.direction == "g2h" else (arrived, sent)
         guest = _seen(sampled["guest"], guest_end, cpu="guest_cpu")
@@ -219,7 +221,7 @@ class VsockStream(VsockBenchmark):
         return replace(
             outcome,
             metrics=tuple(metrics),
-            problems=(*outcome.problems, *_other_sizes(params, sent), *lab.pinning_drift()),
+            problems=(*outcome.problems, *_other_sizes(params, sent), *drift),
             warnings=(
                 *outcome.warnings,
                 *(f"guest: {words}" for words in guest.warnings),
