@@ -52,7 +52,6 @@ _KEYS = (
     "THROUGHPUT_CONFID,LOCAL_SEND_SIZE,REMOTE_SEND_SIZE,LOCAL_TRANSPORT_RETRANS,"
     "REMOTE_TRANSPORT_RETRANS"
 )
-_SECTION = re.compile(r"^@@ (\S+)(?: (.*))?$", re.MULTILINE)
 
 
 class NetperfParams(Params):
@@ -170,7 +169,7 @@ def _host_script(
         f'  echo "@@ out$n ${{status[n]}}"; echo "$(<{out}/$n.out)"',
         f'  echo "@@ err$n"; echo "$(<{out}/$n.err)"',
         "done",
-        f"echo '@@ sample'; cat {out}/sample {out}/sample.err",
+        f"echo '@@ sample'; cat {out}/sample {out}/sample.err 2>/dev/null; exit 0",
     ]
     return "\n".join(lines)
 
@@ -185,12 +184,12 @@ class Section:
 
 def sections(text: str) -> dict[str, Section]:
     """The parts of a script's output by name."""
-    found = list(_SECTION.finditer(text))
-    ends = [*(match.start() for match in found[1:]), len(text)]
-    return {
-        m[1]: Section(tuple((m[2] or "").split()), text[m.end() + 1 : end])
-        for m, end in zip(found, ends, strict=True)
-    }
+    found = {}
+    for part in re.split(r"^@@ ", text, flags=re.MULTILINE)[1:]:
+        head, _, body = part.partition("\n")
+        name, *words = head.split()
+        found[name] = Section(tuple(words), body)
+    return found
 
 
 @dataclass(frozen=True)
@@ -335,9 +334,18 @@ def beside(
         return Beside(warnings=series.warnings, context=context)
     worker = found["worker"].words[0]
     begin, end = (clock.raw_ns(moment) for moment in window)
-    cpu = series.rate("/proc/stat", sampler.busy_s, begin, end) * 100
-    vhost = series.rate(f"{worker}/stat", sampler.thread_s, begin, end) * 100
-    wakeups = series.rate(f"{worker}/status", sampler.switches, begin, end)
+    warnings = list(series.warnings)
+    if clock.error_s > _CLOCK_SHARE * (window[1] - window[0]):
+        warnings.append(
+            f"CPU figures may be of a time up to {clock.error_s:.2f} s beside the window of "
+            f"{window[1] - window[0]:.2f} s"
+        )
+    try:
+        cpu = series.rate("/proc/stat", sampler.busy_s, begin, end) * 100
+        vhost = series.rate(f"{worker}/stat", sampler.thread_s, begin, end) * 100
+        wakeups = series.rate(f"{worker}/status", sampler.switches, begin, end)
+    except InfrastructureError as error:
+        return Beside((), (), (*warnings, f"no CPU figures: {error.message}"), context)
     metrics = [
         Metric("cpu", cpu, "percent"),
         Metric("vhost_cpu", vhost, "percent"),
@@ -348,12 +356,6 @@ def beside(
     problems = []
     if vhost == 0 and rate is not None:
         problems.append("path not exercised: the vhost worker took no CPU time")
-    warnings = list(series.warnings)
-    if clock.error_s > _CLOCK_SHARE * (window[1] - window[0]):
-        warnings.append(
-            f"CPU figures may be of a time up to {clock.error_s:.2f} s beside the window of "
-            f"{window[1] - window[0]:.2f} s"
-        )
     return Beside(tuple(metrics), tuple(problems), tuple(warnings), context)
 
 
@@ -430,6 +432,14 @@ class Netperf:
                     returncode=last.returncode,
                 )
         found = sections(done.stdout)
+        if "sample" not in found:
+            raise InfrastructureError(
+                "the host's part of a run of netperf printed only some of what it shall",
+                remedy="look at what it printed instead",
+                host=host.name,
+                stdout=done.stdout,
+                stderr=done.stderr,
+            )
         sessions = [
             netperf_output.Session(
                 found[f"out{n}"].text, found[f"err{n}"].text, int(found[f"out{n}"].words[0])
