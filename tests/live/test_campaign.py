@@ -14,7 +14,6 @@ import pandas as pd
 import pytest
 
 from vringlab.analysis.frames import RunFrames, load_run
-from vringlab.errors import TransientError
 from vringlab.settings import settings
 
 pytestmark = pytest.mark.timeout(500)
@@ -37,19 +36,6 @@ def _run(runs: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def _run_to_the_end(runs: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run, and continue once as the message says when an emulated machine died meanwhile.
-
-    An embedded host without KVM has been seen to die under a guest that boots (once in the
-    boots of a day); that is a transient error, and its remedy must work.
-    """
-    done = _run(runs, *arguments)
-    if done.returncode == TransientError.exit_code:
-        assert "vringlab resume" in done.stderr
-        done = _run(runs, "resume", "last")
-    return done
-
-
 def _only_run(runs: Path) -> RunFrames:
     (folder,) = runs.iterdir()
     return load_run(folder)
@@ -62,7 +48,7 @@ def _mean(samples: pd.DataFrame, arm: str, metric: str) -> float:
 
 
 def test_virtio_net_patch_is_faster_with_fewer_interrupts(tmp_path: Path) -> None:
-    done = _run_to_the_end(tmp_path, "run", "virtio-net-napi-tx", "--profile", "smoke")
+    done = _run(tmp_path, "run", "virtio-net-napi-tx", "--profile", "smoke")
     assert done.returncode == 0, done.stderr
     run = _only_run(tmp_path)
     samples = run.samples
@@ -101,7 +87,7 @@ def test_killed_run_resumes_and_short_reads_come_out_invalid(tmp_path: Path) -> 
         time.sleep(0.1)
     assert not _qemus_of(process.pid), "the embedded host ends with its owner"
 
-    done = _run_to_the_end(tmp_path, "resume", "last")
+    done = _run(tmp_path, "resume", "last")
     assert done.returncode == 0, done.stderr
     run = load_run(folder)
     assert run.complete
@@ -117,6 +103,46 @@ def test_killed_run_resumes_and_short_reads_come_out_invalid(tmp_path: Path) -> 
     assert "short-read artefact" in " ".join(done.stdout.split())
 
 
+def test_a_host_that_dies_is_opened_again_and_its_module_swapped_anew(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [*VRINGLAB, "run", "vhost-net-rx-poll", "--profile", "smoke"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=_environment(tmp_path),
+    ) as process:
+        assert process.stderr is not None
+        said, killed = [], False
+        for line in process.stderr:
+            said.append(line)
+            if line.startswith("[1/3]") and not killed:
+                (record,) = _qemus_of(process.pid)
+                os.kill(json.loads(Path(record).read_text())["qemu_pid"], signal.SIGKILL)
+                killed = True
+    assert process.returncode == 0, "".join(said)
+    assert "was opened again" in "".join(said)
+    run = _only_run(tmp_path)
+    assert run.complete
+    samples = run.samples
+    # The block was measured in one guest, the second.
+    assert samples["boot"].nunique() == 1
+    assert set(samples["arm"]) == {"always-polling", "always-polling.aa", "shipped"}
+    assert {"throughput", "cpu", "vhost_cpu", "vhost_wakeups"} <= set(samples["metric"])
+    arms = run.provenance["arms"]
+    assert arms["shipped"]["build_id"] != arms["always-polling"]["build_id"]
+
+
+def test_netperf_measures_arms_of_the_guests_driver(tmp_path: Path) -> None:
+    done = _run(tmp_path, "run", "virtio-net-netperf", "--profile", "smoke")
+    assert done.returncode == 0, done.stderr
+    run = _only_run(tmp_path)
+    assert run.complete
+    assert set(run.samples["arm"]) == {"stock", "stock.aa", "merged"}
+    assert set(run.samples["param_vcpus"]) == {1}
+    for metric in ("throughput", "tx_interrupts", "cpu"):
+        assert _mean(run.samples, "merged", metric) > 0
+
+
 def _qemus_of(owner: int) -> list[str]:
     """QEMU processes whose lab folder names this owner."""
     found = []
@@ -128,7 +154,7 @@ def _qemus_of(owner: int) -> list[str]:
 
 
 def test_fresh_guest_for_every_arm(tmp_path: Path) -> None:
-    done = _run_to_the_end(
+    done = _run(
         tmp_path,
         *("run", "vsock-direct-enqueue", "--profile", "smoke", "--switch", "reboot"),
         *("--arms", "queued", "-p", "payload=64"),
