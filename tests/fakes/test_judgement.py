@@ -55,6 +55,16 @@ def test_too_few_boots_cannot_stop_early() -> None:
         judgement.asked(plan_of(2))
 
 
+def test_experiment_of_which_nothing_was_published_has_no_verdicts(tmp_path: Path) -> None:
+    plan = make_plan(experiments.load("vsock-fast-path"), "smoke", 1)
+    with Store.create(plan, tmp_path) as store:
+        execute(store, lambda: FakeSession(effects={}, noise=0.01))
+        path = store.path
+    assert judgement.verdicts_of(load_run(path)) == []
+    with pytest.raises(UserError, match="no claims for experiment 'vsock-fast-path'"):
+        judgement.asked(plan)
+
+
 def test_clear_effect_ends_the_run_earlier_than_noise_does(tmp_path: Path) -> None:
     clear = run_of(tmp_path / "clear", 10, effect=0.5)
     assert clear.status == "decided"
