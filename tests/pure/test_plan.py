@@ -106,6 +106,27 @@ def test_every_block_measures_every_arm_once_at_every_point(
         assert len(set(visits[0])) == points
 
 
+def test_a_block_may_be_one_point_so_that_a_kill_costs_no_more() -> None:
+    base = experiment()
+    profile = base.profiles["full"].model_copy(update={"block": "point"})
+    wanted = base.model_copy(update={"profiles": {**base.profiles, "full": profile}})
+    made = make_plan(wanted, "full", 3, find=find)
+    blocks = blocks_of(made)
+    points = 3 + 2
+    assert len(blocks) == 2 * 2 * points
+    assert len({cell.cell_id for cell in made.cells}) == len(made.cells)
+    for number, block in enumerate(blocks, 1):
+        assert {cell.block for cell in block} == {number}
+        assert len({point(cell) for cell in block}) == 1
+        assert sorted(cell.arm_name for cell in block) == sorted(made.arms)
+        assert {cell.boot for cell in block} == {f"b{(number - 1) // (2 * points) + 1:02}"}
+    # Each round measures every point once, in an order of its own.
+    rounds = [blocks[start : start + points] for start in range(0, len(blocks), points)]
+    orders = [[point(block[0]) for block in part] for part in rounds]
+    assert all(len(set(order)) == points for order in orders)
+    assert len({tuple(order) for order in orders}) > 1
+
+
 def test_the_twin_loads_the_reference_under_its_own_name() -> None:
     made = plan()
     assert made.twin == "arm0.aa"

@@ -184,6 +184,9 @@ class Profile(_Strict):
         duration_s: Timed window of one cell in seconds, where the workload sets no other.
         aa: Whether the reference arm is measured a second time as its twin.
         arms: The arms of this profile; all when empty. The reference is always among them.
+        block: What is measured of all arms before the next: every point (`round`), or one
+            (`point`). The latter switches arms more often and is for matrices of hours, of which
+            a kill may cost only one point.
         paths: Whether it is seen, in passes that are not timed, which path the packets take.
     """
 
@@ -192,6 +195,7 @@ class Profile(_Strict):
     duration_s: float = Field(gt=0)
     aa: bool = True
     arms: tuple[Name, ...] = ()
+    block: Literal["round", "point"] = "round"
     paths: bool = True
 
 

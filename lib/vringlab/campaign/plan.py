@@ -3,7 +3,8 @@
 A block is one round of all arms, the twin of the reference arm among them. An arm is loaded once
 per block and then measured at every workload point, in an order that is drawn anew for each block
 and is the same for all its arms: the time since the switch is then the same for the cells that
-are compared.
+are compared. Where a profile says `block: point`, a round is a block for each point instead: more
+switches, but no more than one point is measured again when a run is killed.
 
 The order of arms follows a Williams design: each arm stands at each position equally often, and
 follows each other arm equally often, so that neither drift within a block nor what one arm leaves
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
-from vringlab.campaign.experiment import TWIN_SUFFIX, Experiment, FindWorkload, Value
+from vringlab.campaign.experiment import TWIN_SUFFIX, Experiment, FindWorkload, Point, Value
 from vringlab.errors import UserError
 from vringlab.workloads import base
 
@@ -244,16 +245,25 @@ def make_plan(
     chosen = [(arm, arm) for arm in experiment.arms_of(profile, arms)]
     if measure.aa:
         chosen.append((experiment.reference, experiment.reference + TWIN_SUFFIX))
-    blocks = measure.boots * measure.blocks_per_boot
-    digits = [max(2, len(str(n))) for n in (measure.boots, blocks, len(chosen) * len(points))]
+    rounds = measure.boots * measure.blocks_per_boot
+    each = len(points) if measure.block == "point" else 1
+    digits = [
+        max(2, len(str(n)))
+        for n in (measure.boots, rounds * each, len(chosen) * len(points) // each)
+    ]
     suffixes = {id(point): _suffix(point.workload, point.params) for point in points}
 
     cells: list[Cell] = []
     orders = _arm_orders(chosen, seed)
-    for block in range(1, blocks + 1):
-        boot = f"b{(block - 1) // measure.blocks_per_boot + 1:0{digits[0]}}"
-        visit = _shuffled(points, _draw(seed, "points", block))
-        position = 0
+    visits: list[list[Point]] = []
+    for number in range(1, rounds * each + 1):
+        round_number = (number - 1) // each + 1
+        boot = f"b{(round_number - 1) // measure.blocks_per_boot + 1:0{digits[0]}}"
+        if not visits:
+            order = _shuffled(points, _draw(seed, "points", round_number))
+            visits = [[point] for point in order] if measure.block == "point" else [order]
+        block, position = number, 0
+        visit = visits.pop(0)
         for arm, arm_name in next(orders):
             for point in visit:
                 position += 1
