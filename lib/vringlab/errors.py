@@ -99,6 +99,10 @@ class TransientError(InfrastructureError):
     kind = "transient error"
 
 
+class HostLost(TransientError):  # noqa: N818 - the project's own word
+    """The KVM host itself is gone, and every guest with it."""
+
+
 class MeasurementInvalid(VringlabError):  # noqa: N818 - the project's own word
     """A measurement was taken but means nothing; `message` is the reason kept with the sample."""
 

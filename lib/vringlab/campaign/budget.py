@@ -65,7 +65,7 @@ class Budget:
             self._settle()
             self._open.pop()
 
-    def move(self, seconds: float, source: Phase, target: Phase) -> None:
+    def move(self, seconds: float, source: Phase | Literal["idle"], target: Phase) -> None:
         """Count `seconds` of `source` for `target` instead, at most what `source` has.
 
         A timed window lies inside a longer step, and only its length is known afterwards.

@@ -16,7 +16,7 @@ from vringlab.workloads.base import Outcome
 if TYPE_CHECKING:
     from vringlab.campaign.plan import Cell
 
-Kind = Literal["run", "boot", "switch", "cell", "cell-done", "path", "retry", "end"]
+Kind = Literal["run", "boot", "switch", "cell", "cell-done", "path", "retry", "lost", "end"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Event:
     Attributes:
         kind: `run` (the runner starts), `boot`, `switch` (an arm is loaded), `cell` (a
             measurement starts), `cell-done`, `path` (which path an arm's packets took), `retry`
-            (a boot is repeated after a transient failure) or `end`.
+            (a boot is repeated after a transient failure), `lost` (one of several hosts) or `end`.
         run_id: The run.
         index: Cells of the run that are done.
         total: Cells of the run.
@@ -35,6 +35,7 @@ class Event:
         boot: Identity of the guest lifetime.
         cell: The cell, for `cell` and `cell-done`.
         outcome: What it gave, for `cell-done`.
+        host: Name of the host; empty where there is one only, and for events of all.
     """
 
     kind: Kind
@@ -46,6 +47,7 @@ class Event:
     boot: str = ""
     cell: Cell | None = None
     outcome: Outcome | None = None
+    host: str = ""
 
 
 Listener = Callable[[Event], None]
@@ -110,7 +112,11 @@ def headline(outcome: Outcome) -> str:
 def _line(event: Event) -> str:
     counted = f"[{event.index}/{event.total}]"
     left = f", {clock(event.left_s)} left" if event.left_s is not None else ""
-    return f"{counted} {event.message}{left if event.kind == 'cell-done' else ''}"
+    return f"{counted} {_message(event)}{left if event.kind == 'cell-done' else ''}"
+
+
+def _message(event: Event) -> str:
+    return f"{event.host}: {event.message}" if event.host else event.message
 
 
 class PlainDisplay:

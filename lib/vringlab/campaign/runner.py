@@ -4,40 +4,39 @@ Cells are compared within a block, so a block belongs to one guest lifetime. Whe
 the run is killed in the middle of a block, the whole block is measured again under a new boot
 identity, and what was measured of it before is put aside. Complete blocks are kept as they are.
 That happens for failed machines only: no measurement is repeated because of its result.
+
+`blocks` has the work itself; here is how one host or several are begun, watched and ended.
 """
 
 from __future__ import annotations
 
-import math
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from types import FrameType
 from typing import Literal, Protocol
 
+from vringlab.campaign.blocks import Campaign, HostRun, Stopped, Until
 from vringlab.campaign.budget import Budget
+from vringlab.campaign.deal import Boot, Deal
 from vringlab.campaign.experiment import FindWorkload, Value
-from vringlab.campaign.paths import PathPass, summary
-from vringlab.campaign.plan import Cell, Plan, guest_options
-from vringlab.campaign.progress import Event, Kind, Listener, clock, headline, silent
-from vringlab.campaign.store import CellMeta, Store, path_key
-from vringlab.errors import (
-    InfrastructureError,
-    MeasurementInvalid,
-    TransientError,
-    UserError,
-    VringlabError,
-)
+from vringlab.campaign.paths import PathPass
+from vringlab.campaign.plan import Cell
+from vringlab.campaign.progress import Listener, clock, silent
+from vringlab.campaign.store import Store
+from vringlab.errors import InfrastructureError, TransientError, VringlabError
 from vringlab.workloads import base
 from vringlab.workloads.base import Outcome
 
 Status = Literal["complete", "decided", "interrupted", "failed"]
+
+#: Each host may take this long to end its guest when the run is stopped.
+_WIND_UP_S = 60.0
 
 
 class Session(Protocol):
@@ -121,7 +120,6 @@ class Session(Protocol):
 
 
 SessionFactory = Callable[[], AbstractContextManager[Session]]
-Until = Callable[[Store], bool]
 
 
 @dataclass(frozen=True)
@@ -171,42 +169,51 @@ def resume_command(run_id: str) -> str:
 
 def execute(
     store: Store,
-    session_factory: SessionFactory,
+    hosts: SessionFactory | Mapping[str, SessionFactory],
     progress: Listener = silent,
     until: Until | None = None,
     find: FindWorkload = base.find,
+    stop: threading.Event | None = None,
 ) -> RunResult:
-    """Measure what a run still lacks.
+    """Measure what a run still lacks, on one host or on several at once.
 
     No session is made when nothing is left. The tables are up to date when this ends, however
-    it ends.
+    it ends. Only this process writes the run's folder.
+
+    Several hosts are dealt the plan's boots, and each is driven by a thread of its own. A host
+    that is lost costs the block that it was measuring: that block stays undone, the host's other
+    blocks go to the other hosts, and the error comes when those have ended.
 
     Args:
         store: The run, open for writing.
-        session_factory: Makes the session: called once.
+        hosts: Makes the session, called once; or such makers by the name of the host.
         progress: Told of everything that happens.
         until: Asked after each complete block; the run ends early when it says True.
         find: Finds a workload by name.
+        stop: Set here when several hosts shall end; their sessions may look at it while they wait.
 
     Raises:
         Interrupted: Ctrl-C, SIGTERM or SIGHUP. The current cell is discarded.
         UserError: the run began on another kind of host or with other builds of its arms, or two
             workloads need guests that contradict each other.
-        TransientError: a guest died twice in one boot of the plan.
+        TransientError: a guest died twice in one boot of the plan; or one of several hosts was
+            lost.
         InfrastructureError: machines, tools or the disk failed. What is done is kept.
     """
-    campaign = _Campaign(store, progress, until, find)
+    makers = hosts if isinstance(hosts, Mapping) else {"": hosts}
+    campaign = Campaign(store, progress, until, find, len(makers) > 1, stop or threading.Event())
+    execution = _Execution(campaign)
     if not store.remaining():
-        return campaign.finish("complete")
-    if store.complete_blocks() and campaign.decided():
-        return campaign.finish("decided")
+        return execution.finish("complete")
+    if store.complete_blocks() and campaign.decided(execution.budget):
+        return execution.finish("decided")
     try:
         with _terminating():
-            status = campaign.run(session_factory)
+            status = execution.run(makers)
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt)
         store.rescan()
-        result = campaign.finish("interrupted" if interrupted else "failed")
+        result = execution.finish("interrupted" if interrupted else "failed")
         if interrupted:
             raise Interrupted(result) from None
         hint = f"what is done is kept, continue with: {resume_command(store.run_id)}"
@@ -215,7 +222,7 @@ def execute(
         else:
             error.add_note(hint)
         raise
-    return campaign.finish(status)
+    return execution.finish(status)
 
 
 @contextmanager
@@ -245,60 +252,37 @@ def _terminating() -> Iterator[None]:
 
 
 @dataclass
-class _Pace:
-    """Estimates the seconds left from what boots and cells took so far."""
+class _Execution:
+    """How the hosts of one execution are begun and ended.
 
-    boots: int = 0
-    boots_s: float = 0.0
-    cells_s: float = 0.0
-    planned_s: float = 0.0
+    Attributes:
+        campaign: What they share.
+        budget: Where the time goes while no host runs: the only host's own, when there is one.
+        started: Whether a host was asked for.
+        fatal: What ended the execution on all hosts.
+        lost: Hosts that failed, each with its error.
+        undone: Blocks that were begun by hosts that failed.
+    """
 
-    def left(self, planned_s: float, boots: int) -> float | None:
-        if not self.planned_s:
-            return None
-        each_boot = self.boots_s / self.boots if self.boots else 0.0
-        return planned_s * self.cells_s / self.planned_s + boots * each_boot
-
-
-@dataclass
-class _Campaign:
-    """One execution: what is fixed for it, and what it counts."""
-
-    store: Store
-    progress: Listener
-    until: Until | None
-    find: FindWorkload
+    campaign: Campaign
     budget: Budget = field(default_factory=Budget)
     started: bool = False
-    measured: int = 0
-    invalid: int = 0
-    pace: _Pace = field(default_factory=_Pace)
-    boots_left: int = 0
-    left_s: float = 0.0
-    mark: float = 0.0
-    build_ids: dict[str, str] = field(default_factory=dict)
-    unseen: bool = False
-
-    @property
-    def plan(self) -> Plan:
-        return self.store.plan
-
-    def decided(self) -> bool:
-        if self.until is None:
-            return False
-        with self.budget.phase("analyse"):
-            return self.until(self.store)
+    fatal: BaseException | None = None
+    lost: dict[str, InfrastructureError] = field(default_factory=dict)
+    undone: set[int] = field(default_factory=set)
+    _only: str = ""
 
     def result(self, status: Status) -> RunResult:
+        store = self.campaign.store
         return RunResult(
-            run_id=self.store.run_id,
-            path=self.store.path,
+            run_id=store.run_id,
+            path=store.path,
             status=status,
-            done=len(self.store.done()),
-            total=len(self.plan.cells),
-            measured=self.measured,
-            invalid=self.invalid,
-            spent=self.budget.spent(),
+            done=len(store.done()),
+            total=len(store.plan.cells),
+            measured=self.campaign.measured,
+            invalid=self.campaign.invalid,
+            spent=self.campaign.spent(),
         )
 
     def finish(self, status: Status) -> RunResult:
@@ -308,269 +292,138 @@ class _Campaign:
             InfrastructureError: the disk is full, but only where the run did not fail before:
                 the first failure is the one to report, and each file is tried on its own.
         """
+        campaign, store = self.campaign, self.campaign.store
         failed = status in ("failed", "interrupted")
         lenient = suppress(VringlabError) if failed else nullcontext()
         with lenient:
-            self.store.update_provenance({"run": {"status": status}})
+            store.update_provenance({"run": {"status": status}})
         with lenient, self.budget.phase("analyse"):
-            self.store.consolidate()
-        result = self.result(status)
+            store.consolidate()
+        campaign.note(self._only, self.budget)
         if self.started:
             with lenient:
-                self.store.write_time(result.spent, status)
-        self._tell("end", f"{status}: {result.done} of {result.total} cells done")
+                campaign.write_time(status)
+        result = self.result(status)
+        campaign.tell("end", f"{status}: {result.done} of {result.total} cells done")
         return result
 
-    def run(self, session_factory: SessionFactory) -> Status:
-        options = guest_options(self.plan, self.find)
-        remaining = self.store.remaining()
-        boots = [(boot, list(cells)) for boot, cells in groupby(remaining, lambda c: c.boot)]
-        self.left_s = sum(cell.duration_s for cell in remaining)
-        self.boots_left = len(boots)
-        self._tell(
+    def run(self, makers: Mapping[str, SessionFactory]) -> Status:
+        campaign, store = self.campaign, self.campaign.store
+        # A contradiction between workloads is found before a machine is asked for.
+        _ = campaign.options
+        remaining = store.remaining()
+        boots: list[Boot] = [
+            (boot, [list(block) for _, block in groupby(cells, lambda cell: cell.block)])
+            for boot, cells in groupby(remaining, lambda cell: cell.boot)
+        ]
+        campaign.left_s = sum(cell.duration_s for cell in remaining)
+        campaign.boots_left = len(boots)
+        on = f", hosts: {len(makers)}" if campaign.several else ""
+        campaign.tell(
             "run",
-            f"{self.store.run_id}: cells to measure: {len(remaining)}, boots: {len(boots)}, "
-            f"timed windows: {clock(self.left_s)}",
+            f"{store.run_id}: cells to measure: {len(remaining)}, boots: {len(boots)}{on}, "
+            f"timed windows: {clock(campaign.left_s)}",
         )
         self.started = True
-        with session_factory() as session:
+        if campaign.several:
+            return self._several(boots, makers)
+        (make,) = makers.values()
+        with make() as session:
             self.budget = session.time_budget
-            self._begin(session)
-            for boot, cells in boots:
-                blocks = [list(block) for _, block in groupby(cells, lambda c: c.block)]
-                if self._boot(session, boot, blocks, options):
-                    self.store.update_provenance(session.provenance())
-                    return "decided"
-            self.store.update_provenance(session.provenance())
+            host = HostRun(campaign, session, session.host)
+            self._only = host.name
+            host.begin()
+            try:
+                for planned, blocks in boots:
+                    if host.boot(planned, blocks):
+                        host.end()
+                        return "decided"
+            except Stopped:
+                raise KeyboardInterrupt from None
+            host.end()
         return "complete"
 
-    def _begin(self, session: Session) -> None:
-        """Record the host, and refuse to mix kinds of host in one run.
+    def _several(self, boots: list[Boot], makers: Mapping[str, SessionFactory]) -> Status:
+        campaign = self.campaign
+        deal = Deal(boots, list(makers))
+        threads = [
+            threading.Thread(target=self._drive, args=(deal, name, make), name=name, daemon=True)
+            for name, make in makers.items()
+        ]
+        campaign.active = len(threads)
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException:
+            self._end_all(deal)
+            # Not for ever: a machine may be beyond answering, and ends with this process.
+            deadline = time.monotonic() + _WIND_UP_S
+            for thread in threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
+            raise
+        finally:
+            # From here on nobody else counts time.
+            self.budget = Budget()
+        if self.fatal is not None:
+            raise self.fatal
+        if self.lost and not campaign.enough and campaign.store.remaining():
+            raise self._loss()
+        return "decided" if campaign.enough else "complete"
 
-        A ratio measured under emulation says nothing of one measured on hardware, and simulated
-        figures must never stand beside measured ones.
-        """
-        known = self.store.provenance()
-        before = known["run"].get("host_kind")
-        if self.store.done() and before not in (None, session.host_kind):
-            raise UserError(
-                f"run {self.store.run_id} was begun on a host of kind {before}, and "
-                f"{session.host} is {session.host_kind}",
-                remedy="resume it on the host it was begun on, or start a new run",
-            )
-        if self.store.done():
-            self.build_ids = _build_ids(known)
-        facts = session.provenance()
-        for arm, build_id in _build_ids(facts).items():
-            self._check_build(arm, build_id)
-        self.store.update_provenance(facts)
-        self.store.update_provenance(
-            {"run": {"host": session.host, "host_kind": session.host_kind, "status": "running"}}
+    def _end_all(self, deal: Deal) -> None:
+        self.campaign.stop.set()
+        deal.end()
+
+    def _drive(self, deal: Deal, name: str, make: SessionFactory) -> None:
+        """Measure on one host whatever it is dealt; runs in a thread and raises nothing."""
+        campaign = self.campaign
+        planned, waiting = "", list[list[Cell]]()
+        host: HostRun | None = None
+        try:
+            with make() as session:
+                host = HostRun(campaign, session, name)
+                host.begin()
+                while (boot := deal.take(name)) is not None:
+                    planned, waiting = boot
+                    if host.boot(planned, waiting):
+                        deal.end()
+                host.end()
+                campaign.note(name, host.budget)
+        except Stopped:
+            pass
+        except InfrastructureError as error:
+            block = host.lost(waiting) if host is not None else []
+            with campaign.lock:
+                self.lost[name] = error
+                self.undone |= {cell.block for cell in block}
+            campaign.tell("lost", f"the host takes no further part: {error.message}", name)
+        except BaseException as error:
+            with campaign.lock:
+                self.fatal = self.fatal or error
+            self._end_all(deal)
+        finally:
+            with campaign.lock:
+                campaign.active -= 1
+            deal.leave(name, (planned, waiting))
+
+    def _loss(self) -> InfrastructureError:
+        """The error of an execution that ended without all cells."""
+        transient = all(isinstance(error, TransientError) for error in self.lost.values())
+        kind = TransientError if transient else InfrastructureError
+        name, first = next(iter(self.lost.items()))
+        store = self.campaign.store
+        left = len(store.plan.cells) - len(store.done())
+        which = f"{len(self.lost)} of the hosts were" if len(self.lost) > 1 else f"host {name} was"
+        blocks = ", ".join(map(str, sorted(self.undone)))
+        return kind(
+            f"{which} lost: {first.message}; {left} cells are not measured"
+            + (f" (begun and given up: block {blocks})" if blocks else ""),
+            remedy=first.remedy,
+            command=first.command,
+            host=name,
+            stdout=first.stdout,
+            stderr=first.stderr,
+            returncode=first.returncode,
         )
-
-    def _check_build(self, arm: str, build_id: str) -> None:
-        """Refuse another build under an arm's name; before it is recorded, or it would pass next.
-
-        Raises:
-            UserError: the run measured another build of that arm.
-        """
-        before = self.build_ids.setdefault(arm, build_id)
-        if before != build_id:
-            raise UserError(
-                f"arm {arm} is another build ({build_id}) than the one that this run measured "
-                f"before ({before})",
-                remedy="restore the sources, compiler and base kernel of the first build, or "
-                "start a new run",
-            )
-
-    def _boot(
-        self,
-        session: Session,
-        planned: str,
-        blocks: list[list[Cell]],
-        options: Mapping[str, object],
-    ) -> bool:
-        """Measure the blocks of one planned boot; True when the run is decided.
-
-        A guest that dies is replaced once: what kills it twice will not go away by itself.
-        """
-        waiting = list(blocks)
-        retried = False
-        while waiting:
-            try:
-                identity = self._start_guest(session, planned, options)
-                while waiting:
-                    self._block(session, identity, waiting[0])
-                    del waiting[0]
-                    with self.budget.phase("analyse"):
-                        self.store.consolidate(force=False)
-                    if self.decided():
-                        self._paths(session, identity)
-                        return True
-                self._paths(session, identity)
-            except TransientError as error:
-                if retried:
-                    raise
-                retried = True
-                self._tell("retry", f"boot {planned} failed and is repeated once: {error.message}")
-        self.boots_left -= 1
-        return False
-
-    def _start_guest(self, session: Session, planned: str, options: Mapping[str, object]) -> str:
-        identity = self.store.begin_boot(planned)
-        self._tell("boot", f"booting guest {identity}", boot=identity)
-        start = time.monotonic()
-        with self.budget.phase("boot"):
-            session.boot(identity, options)
-        self.pace.boots += 1
-        self.pace.boots_s += time.monotonic() - start
-        self.store.update_provenance(session.provenance())
-        return identity
-
-    def _block(self, session: Session, identity: str, cells: Sequence[Cell]) -> None:
-        """Measure a whole block in the guest that runs now."""
-        done = self.store.done()
-        # The estimate of the time left counted these as done.
-        again = sum(cell.duration_s for cell in cells if cell.cell_id in done)
-        if self.store.supersede(cells) and self.measured:
-            self.left_s += again
-        for _, visit in groupby(cells, lambda cell: cell.arm_name):
-            self.mark = time.monotonic()
-            arm_cells = list(visit)
-            build_id = self._switch(session, identity, arm_cells[0].arm, arm_cells[0].arm_name)
-            meta = CellMeta(identity, session.host, session.host_kind, build_id)
-            for cell in arm_cells:
-                self._cell(session, cell, meta)
-                with self.budget.phase("collect"):
-                    self.store.write_time(self.budget.spent())
-
-    def _switch(self, session: Session, identity: str, arm: str, shown: str) -> str:
-        self._tell("switch", f"loading {shown}", boot=identity)
-        with self.budget.phase("switch"):
-            build_id = session.switch(arm) or ""
-        if build_id:
-            new = arm not in self.build_ids
-            self._check_build(arm, build_id)
-            if new:
-                self.store.update_provenance({"arms": {arm: {"build_id": build_id}}})
-        return build_id
-
-    def _paths(self, session: Session, identity: str) -> None:
-        """See which path the packets of each arm take, where that was not seen yet.
-
-        After the blocks of a boot, so that no measurement follows it in the same guest. That the
-        path could not be seen does not fail a run; its verdicts say so.
-        """
-        seen = {path_key(item.arm, item.workload, item.params) for item in self.store.paths()}
-        todo: dict[str, dict[str, Cell]] = {}
-        for cell in self.plan.cells:
-            key = path_key(cell.arm, cell.workload, cell.params)
-            if key not in seen:
-                todo.setdefault(cell.arm, {})[key] = cell
-        if self.unseen or not session.sees_paths:
-            return
-        for arm, cells in todo.items():
-            points = [(cell.workload, cell.params) for cell in cells.values()]
-            with self.budget.phase("path"):
-                try:
-                    build_id = session.switch(arm)
-                    if build_id:
-                        self._check_build(arm, build_id)
-                    found = session.paths(arm, points)
-                except TransientError:
-                    raise
-                except InfrastructureError as error:
-                    self.unseen = True
-                    self._tell("path", f"the path could not be seen: {error.message}")
-                    self.store.update_provenance({"path_problem": error.message})
-                    return
-            with self.budget.phase("collect"):
-                self.store.write_paths(found)
-                known = [item for item in self.store.paths() if item.arm == arm]
-                self.store.update_provenance({"exercised": {arm: summary(known)}})
-            for item in found:
-                shown = ", ".join(f"{name}={value}" for name, value in item.params.items())
-                what = f"{arm} {item.workload} {shown}".rstrip()
-                self._tell("path", f"{what}: {item.headline}", boot=identity)
-
-    def _cell(self, session: Session, cell: Cell, meta: CellMeta) -> None:
-        shown = ", ".join(f"{name}={value}" for name, value in cell.params.items())
-        what = f"{cell.arm_name} {cell.workload} {shown}".rstrip()
-        self._tell("cell", what, boot=meta.boot, cell=cell)
-        started = datetime.now(UTC).isoformat(timespec="milliseconds")
-        before = self.budget.spent()["measure"]
-        start = time.monotonic()
-        with self.budget.phase("prepare"):
-            try:
-                outcome = session.measure(cell.workload, cell.params, cell.duration_s)
-            except MeasurementInvalid as error:
-                outcome = Outcome(metrics=(), problems=(error.message,))
-        # Only the timed window counts as measuring; what surrounds it is preparation.
-        window = min(outcome.window_s, time.monotonic() - start)
-        own = self.budget.spent()["measure"] - before
-        self.budget.move(window - own, "prepare", "measure")
-        outcome = _checked(outcome, started)
-        with self.budget.phase("collect"):
-            self.store.write_cell(cell, outcome, meta)
-        self.measured += 1
-        self.invalid += not outcome.valid
-        self._count(cell)
-        self._tell(
-            "cell-done", f"{what}: {headline(outcome)}", boot=meta.boot, cell=cell, outcome=outcome
-        )
-
-    def _count(self, cell: Cell) -> None:
-        """Take the time since the last cell, a switch included, as the price of this one."""
-        now = time.monotonic()
-        self.pace.planned_s += cell.duration_s
-        self.pace.cells_s += now - self.mark
-        self.mark = now
-        self.left_s -= cell.duration_s
-
-    def _tell(
-        self,
-        kind: Kind,
-        message: str,
-        boot: str = "",
-        cell: Cell | None = None,
-        outcome: Outcome | None = None,
-    ) -> None:
-        self.progress(
-            Event(
-                kind=kind,
-                run_id=self.store.run_id,
-                index=len(self.store.done()),
-                total=len(self.plan.cells),
-                message=message,
-                left_s=self.pace.left(self.left_s, max(0, self.boots_left - 1)),
-                boot=boot,
-                cell=cell,
-                outcome=outcome,
-            )
-        )
-
-
-def _build_ids(provenance: Mapping[str, object]) -> dict[str, str]:
-    """Build-ids by arm, of the arms that a provenance names."""
-    arms = provenance.get("arms")
-    if not isinstance(arms, Mapping):
-        return {}
-    return {
-        str(arm): str(facts["build_id"])
-        for arm, facts in arms.items()
-        if isinstance(facts, Mapping) and facts.get("build_id")
-    }
-
-
-def _checked(outcome: Outcome, started: str) -> Outcome:
-    """An outcome that says when it began, and in which a figure that is no number is a problem."""
-    broken = tuple(
-        f"{metric.name} is {metric.value}, not a finite number"
-        for metric in outcome.metrics
-        if not math.isfinite(metric.value)
-    )
-    return replace(
-        outcome,
-        problems=(*outcome.problems, *broken),
-        started=outcome.started or started,
-    )

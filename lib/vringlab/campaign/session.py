@@ -19,7 +19,7 @@ from vringlab.campaign.budget import Budget
 from vringlab.campaign.experiment import Experiment, Probes, Value
 from vringlab.campaign.paths import PASS_S, PathPass, judge
 from vringlab.campaign.store import merged
-from vringlab.errors import InfrastructureError, TransientError, UserError, VringlabError
+from vringlab.errors import HostLost, InfrastructureError, UserError, VringlabError
 from vringlab.image.build import Image, ensure_image
 from vringlab.kernels.base import resolve
 from vringlab.kernels.buildroot import ensure_buildroot
@@ -131,16 +131,19 @@ class HostLease:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Make any failure a transient one when the host was lost meanwhile.
+        """Make any failure the loss of the host when it was lost meanwhile.
 
         Whatever talks to a guest or its QEMU goes through the host and fails in its own words.
+
+        Raises:
+            HostLost: the host is gone.
         """
         try:
             yield
         except InfrastructureError as error:
-            if isinstance(error, TransientError) or self.host.machine.outlives(_LOSS_S):
+            if isinstance(error, HostLost) or self.host.machine.outlives(_LOSS_S):
                 raise
-            raise TransientError(
+            raise HostLost(
                 f"the KVM host was lost: {error.message}",
                 remedy="see whether the machine is still up",
                 host=self.host.machine.name,

@@ -208,11 +208,15 @@ class Store:
         complete = self.complete_blocks()
         return [cell for cell in self.plan.cells if cell.block not in complete]
 
-    def begin_boot(self, planned: str) -> str:
+    def begin_boot(self, planned: str, host: str = "") -> str:
         """An identity for a new guest lifetime, recorded before the guest starts.
 
         The first is the planned name, later ones of the same plan are `b01r1`, `b01r2`, ...: a
         guest that was booted again is another cluster to the statistics.
+
+        Args:
+            planned: Name of the boot in the plan.
+            host: Where it will run, when the run has several hosts.
 
         Raises:
             InfrastructureError: the disk is full, or the folder cannot be written.
@@ -221,7 +225,8 @@ class Store:
         earlier = sum(1 for boot in boots.values() if boot["planned"] == planned)
         identity = f"{planned}r{earlier}" if earlier else planned
         started = datetime.now(UTC).isoformat(timespec="seconds")
-        self.update_provenance({"boots": {identity: {"planned": planned, "started": started}}})
+        record = {"planned": planned, "started": started, **({"host": host} if host else {})}
+        self.update_provenance({"boots": {identity: record}})
         return identity
 
     # Cells
@@ -353,12 +358,18 @@ class Store:
         records = [item.as_record() for item in known.values()]
         replace_json(self.path / PATHS, {"format": paths.FORMAT, "passes": records})
 
-    def write_time(self, spent: Mapping[str, float], status: str = "running") -> None:
+    def write_time(
+        self,
+        spent: Mapping[str, float],
+        status: str = "running",
+        hosts: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> None:
         """Record in time.json where this attempt's time went; earlier attempts are kept.
 
         Args:
             spent: Seconds by phase so far.
             status: How the attempt stands: `running` until it ends.
+            hosts: The same by host, where several ran at once: `spent` is then their sum.
 
         Raises:
             InfrastructureError: the disk is full, or the folder cannot be written.
@@ -368,6 +379,8 @@ class Store:
             self._attempt = {"recorded": now}
             self._attempts.append(self._attempt)
         self._attempt.update(status=status, total_s=sum(spent.values()), phases=dict(spent))
+        if hosts:
+            self._attempt["hosts"] = dict(hosts)
         phases: Counter[str] = Counter()
         for attempt in self._attempts:
             phases.update(attempt["phases"])
