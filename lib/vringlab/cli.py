@@ -14,6 +14,7 @@ from vringlab.errors import VringlabError
 
 if TYPE_CHECKING:
     from vringlab.campaign.experiment import Experiment
+    from vringlab.campaign.hosts import Host
     from vringlab.campaign.runner import RunResult
     from vringlab.campaign.store import Store
 
@@ -125,7 +126,21 @@ def run(
     arms: Annotated[
         str, typer.Option(help="Arms to measure, with commas; the reference is always added.")
     ] = "",
-    host: Annotated[str, typer.Option(help="The KVM host: embedded.")] = "embedded",
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="The KVM host: embedded. Again for each further host of the run."),
+    ] = None,
+    hosts: Annotated[
+        Path | None, typer.Option(help="A hosts.yaml: url, name, arch, cpus, memory_gib, tags.")
+    ] = None,
+    need: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TAG", help="Only hosts with this tag, arch=NAME or cpus>=N."),
+    ] = None,
+    scheduler: Annotated[
+        str | None,
+        typer.Option(help="A dask scheduler whose workers drive the hosts: tcp://HOST:PORT."),
+    ] = None,
     switch: Annotated[
         SwitchName,
         typer.Option(help="Load an arm by swapping its module, or in a fresh guest each time."),
@@ -147,10 +162,13 @@ def run(
     """Measure an experiment: stock against patched, with an A/A pair for the noise floor.
 
     Progress is shown as it goes. Ctrl-C keeps what is done; `vringlab resume` continues.
+
+    Several hosts (--host embedded --host embedded, or --hosts FILE) share the boots of one run:
+    each runs all arms, and counts as a cluster in the statistics.
     """
     from vringlab.campaign.experiment import parse_overrides
     from vringlab.campaign.store import Store
-    from vringlab.collect import check_host, plan_run
+    from vringlab.collect import choose_hosts, plan_run
 
     chosen, plan = plan_run(
         experiment,
@@ -168,33 +186,59 @@ def run(
             print(cell.cell_id)
         print(f"{len(plan.cells)} cells, timed windows {clock(plan.measuring_s)}")
         return
-    check_host(host)
+    named = choose_hosts(_hosts(host, hosts), plan, [*chosen.needs, *(need or [])], until_decided)
     if until_decided:
         from vringlab.analysis import judgement
 
         judgement.asked(plan)
     with Store.create(plan) as store:
-        _execute(chosen, store, host, switch, until_decided)
+        _execute(chosen, store, named, scheduler, switch, until_decided)
+
+
+def _hosts(urls: list[str] | None, file: Path | None) -> list[Host]:
+    from vringlab.campaign import hosts
+
+    listed = hosts.read_hosts(file) if file is not None else []
+    asked = hosts.from_urls(urls or [])
+    return [*listed, *asked] or hosts.from_urls([hosts.EMBEDDED])
 
 
 @app.command()
 def resume(
     run: Annotated[str, typer.Argument(help="Run id, its beginning, a path, or `last`.")] = "last",
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="Continue on this host, or these; those of the run when not given."),
+    ] = None,
+    hosts: Annotated[Path | None, typer.Option(help="Continue on those of a hosts.yaml.")] = None,
+    scheduler: Annotated[
+        str | None, typer.Option(help="A dask scheduler whose workers drive the hosts.")
+    ] = None,
 ) -> None:
-    """Continue a run that was interrupted, with the host and switch it was begun with."""
+    """Continue a run that was interrupted, with the hosts and switch it was begun with."""
     from vringlab.analysis.judgement import SEQUENTIAL
     from vringlab.campaign import experiment as experiments
+    from vringlab.campaign.hosts import Host
     from vringlab.campaign.store import Store
+    from vringlab.collect import choose_hosts
 
     with Store.open(_find(run)) as store:
         chosen = experiments.load(store.plan.experiment)
         known = store.provenance()
         switch = SwitchName(known.get("settings", {}).get("switch", "swap"))
-        _execute(chosen, store, "embedded", switch, SEQUENTIAL in known)
+        before = [Host.model_validate(entry) for entry in known["run"].get("hosts", [])]
+        asked = _hosts(host, hosts) if host or hosts or not before else before
+        named = choose_hosts(asked, store.plan, until_decided=SEQUENTIAL in known)
+        _execute(chosen, store, named, scheduler, switch, SEQUENTIAL in known)
 
 
 def _execute(
-    chosen: Experiment, store: Store, host: str, switch: SwitchName, until_decided: bool
+    chosen: Experiment,
+    store: Store,
+    hosts: tuple[Host, ...],
+    scheduler: str | None,
+    switch: SwitchName,
+    until_decided: bool,
 ) -> None:
     from vringlab.analysis import judgement
     from vringlab.campaign.budget import table
@@ -203,13 +247,16 @@ def _execute(
 
     until = judgement.until_decided(store, print_step) if until_decided else None
     try:
-        result = measure(chosen, store, host=host, switch=switch.value, until=until)
+        result = measure(
+            chosen, store, hosts=hosts, scheduler=scheduler, switch=switch.value, until=until
+        )
     except Interrupted as error:
         # Typer would end with this status too, but in silence.
         print(f"\nvringlab: {error}", file=sys.stderr)
         raise typer.Exit(130) from None
     _show(store.path)
-    print(f"\nWhere the time went (vringlab run, {result.measured} cells measured)")
+    of = f", {len(hosts)} hosts together" if len(hosts) > 1 else ""
+    print(f"\nWhere the time went (vringlab run, {result.measured} cells measured{of})")
     print(table(dict(result.spent)))
     _point_on(result)
 

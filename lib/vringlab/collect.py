@@ -8,25 +8,30 @@ measures.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from vringlab.analysis.frames import RunFrames, load_run
 from vringlab.campaign import experiment as experiments
+from vringlab.campaign import hosts as host_names
 from vringlab.campaign import progress, store
+from vringlab.campaign.blocks import Until
 from vringlab.campaign.catalogue import find_run
 from vringlab.campaign.experiment import Experiment, Value
+from vringlab.campaign.hosts import Host
 from vringlab.campaign.plan import Cell, Plan, make_plan
-from vringlab.campaign.runner import RunResult, Session, Until, execute
+from vringlab.campaign.runner import RunResult, SessionFactory, execute
 from vringlab.campaign.store import Store
 from vringlab.errors import UserError
 from vringlab.report.parameters import NotebookParameters
 from vringlab.settings import settings
 
 if TYPE_CHECKING:
+    from vringlab.campaign.seat import Opener
     from vringlab.transcript import OpenLab
 
 Switch = Literal["swap", "reboot"]
@@ -41,7 +46,7 @@ class RunParameters(NotebookParameters):
     """Parameters of a notebook that looks at one run; see `collect`.
 
     Attributes:
-        host: `replay`, `replay:PATH` or `embedded`.
+        host: `replay`, `replay:PATH` or `embedded`; several hosts with commas.
         profile: How much to measure.
         seed: What the order of cells is drawn from.
         params: Values by parameter, one or a list; empty for the experiment's own.
@@ -91,7 +96,8 @@ def collect(
     Args:
         experiment: Name of the experiment.
         host: `replay`: the recording that comes with the collection. `replay:PATH`: a run folder
-            or bundle, or the id of a run made here. `embedded`: measure now, with progress.
+            or bundle, or the id of a run made here. `embedded`: measure now, with progress;
+            `embedded,embedded`: on two of them at once.
         profile: How much to measure: `smoke`, `quick` or `full`. A recording has its own; when
             it is another one, the run's notes say so.
         seed: What the order of cells is drawn from.
@@ -111,10 +117,10 @@ def collect(
     if host == REPLAY or host.startswith(f"{REPLAY}:"):
         run = load_run(recording(experiment, host))
         return _as_asked(_checked(run, experiment), profile, wanted, arms)
-    check_host(host)
     chosen, plan = plan_run(experiment, profile, seed, wanted, arms, switch)
+    hosts = choose_hosts(host_names.from_urls([host]), plan, chosen.needs)
     with Store.create(plan) as opened:
-        measure(chosen, opened, host=host, switch=switch)
+        measure(chosen, opened, hosts=hosts, switch=switch)
         path = opened.path
     return load_run(path)
 
@@ -131,6 +137,38 @@ def check_host(host: str) -> None:
             remedy="`embedded` measures here; `replay` and `replay:PATH` read a recorded run in a "
             "notebook (on the command line: vringlab show PATH)",
         )
+
+
+def choose_hosts(
+    hosts: Sequence[Host], plan: Plan, needs: Sequence[str] = (), until_decided: bool = False
+) -> tuple[Host, ...]:
+    """The hosts that a run may use, each with a name of its own; before anything is made.
+
+    Args:
+        hosts: Those to choose from.
+        plan: What they are to measure.
+        needs: What each of them must have; see `campaign.hosts`.
+        until_decided: Whether the run is to stop early.
+
+    Raises:
+        UserError: an unknown host, none that has what is needed, more than the plan has boots or
+            this machine has memory for, or several for a run that may stop early.
+    """
+    for host in hosts:
+        check_host(host.url)
+    chosen = host_names.choose(hosts, needs)
+    if len(chosen) > len(plan.boots):
+        raise UserError(
+            f"{len(chosen)} hosts cannot share {len(plan.boots)} boots: each must run all arms",
+            remedy=f"ask for more guest lifetimes (--boots {len(chosen)}), or for fewer hosts",
+        )
+    if until_decided and len(chosen) > 1:
+        raise UserError(
+            "a run on several hosts cannot stop early: its looks are planned by the boots of one",
+            remedy="leave --until-decided out, or name one host",
+        )
+    host_names.require_memory(chosen)
+    return chosen
 
 
 def plan_run(
@@ -168,17 +206,22 @@ def measure(
     experiment: Experiment,
     opened: Store,
     *,
-    host: str = "embedded",
+    hosts: Sequence[Host] = (Host(url=host_names.EMBEDDED, name=host_names.EMBEDDED),),
+    scheduler: str | None = None,
     switch: Switch = "swap",
     until: Until | None = None,
     on_step: OnStep | None = None,
 ) -> RunResult:
     """Measure what a run still lacks, with progress where the user is looking.
 
+    One host is driven by this process. Several are driven by a dask worker each.
+
     Args:
         experiment: The run's experiment.
         opened: The run, open for writing.
-        host: The KVM host.
+        hosts: The KVM hosts, from `choose_hosts`.
+        scheduler: Address of a dask scheduler whose workers drive the hosts; workers are started
+            here when None.
         switch: How an arm is loaded.
         until: Asked after each block whether to end the run; see `judgement.until_decided`.
         on_step: Told what is being prepared; printed when None.
@@ -195,13 +238,41 @@ def measure(
 
     probes = experiment.counted if experiment.profile(opened.plan.profile).paths else None
 
-    def make() -> AbstractContextManager[Session]:
-        return session.open_session(
-            experiment, needed, host=host, switch=switch, on_step=told, probes=probes
+    opened.update_provenance({"run": {"hosts": [host.as_record() for host in hosts]}})
+    openers = {
+        host.name: functools.partial(
+            session.open_session, experiment, needed, host=host.url, switch=switch, probes=probes
         )
+        for host in hosts
+    }
+    if len(hosts) == 1 and scheduler is None:
+        (opener,) = openers.values()
+        with progress.auto() as display:
+            return execute(opened, functools.partial(opener, on_step=told), display, until)
+    return _measure_on(openers, opened, scheduler, until, told)
 
-    with progress.auto() as display:
-        return execute(opened, make, display, until)
+
+def _measure_on(
+    openers: Mapping[str, Opener],
+    opened: Store,
+    scheduler: str | None,
+    until: Until | None,
+    on_step: OnStep,
+) -> RunResult:
+    from vringlab.campaign.workers import Workers
+
+    stop = threading.Event()
+    # A host more than there are boots left would come up for nothing.
+    left = len({cell.boot for cell in opened.remaining()})
+    names = list(openers)[: max(1, left)]
+    with (
+        Workers(names, scheduler=scheduler, on_step=on_step, stop=stop) as workers,
+        progress.auto() as display,
+    ):
+        sessions: dict[str, SessionFactory] = {
+            name: functools.partial(workers.session, name, openers[name]) for name in names
+        }
+        return execute(opened, sessions, display, until, stop=stop)
 
 
 def print_step(step: str) -> None:

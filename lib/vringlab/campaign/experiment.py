@@ -223,6 +223,8 @@ class Experiment(_Strict):
     arms: Annotated[tuple[Arm, ...], Field(min_length=1)]
     claims: str
     probes: Probes | Name | None = None
+    #: What every host must have, such as a tag of hosts.yaml or `cpus>=8`: see `campaign.hosts`.
+    needs: tuple[str, ...] = ()
     workloads: Annotated[tuple[WorkloadUse, ...], Field(min_length=1)]
     profiles: dict[ProfileName, Profile]
 

@@ -6,6 +6,7 @@ The runner calls one listener with each event; `fan_out` makes one of many.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -138,14 +139,17 @@ class PlainDisplay:
 
 
 class RichDisplay:
-    """A bar with cell k of n and the time left; what is worth keeping scrolls above it."""
+    """A bar with cell k of n and the time left; what is worth keeping scrolls above it.
+
+    Several hosts have a line each below it, with the part of the cells that each has done.
+    """
 
     def __init__(self, stream: IO[str] | None = None) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         self._progress = Progress(
-            TextColumn("cell"),
+            TextColumn("{task.fields[who]}", markup=False),
             MofNCompleteColumn(),
             BarColumn(bar_width=30),
             TextColumn("{task.fields[left]}", style="cyan"),
@@ -153,25 +157,30 @@ class RichDisplay:
             console=Console(file=stream or sys.stderr),
             transient=True,
         )
-        self._task: Any = None
+        self._rows: dict[str, Any] = {}
+        self._cells: Counter[str] = Counter()
 
     def __call__(self, event: Event) -> None:
-        """Move the bar; keep invalid samples, retries and the end in the scrollback."""
-        if self._task is None:
-            self._task = self._progress.add_task("", total=event.total, left="")
+        """Move the bars; keep invalid samples, retries, losses and the end in the scrollback."""
         left = f"{clock(event.left_s)} left" if event.left_s is not None else ""
-        self._progress.update(
-            self._task,
-            completed=event.index,
-            total=event.total,
-            description=event.message,
-            left=left,
-        )
+        if event.host:
+            self._cells[event.host] += event.kind == "cell-done"
+            self._move("", event, event.index, "", left)
+            self._move(event.host, event, self._cells[event.host], event.message, "")
+        else:
+            self._move("", event, event.index, event.message, left)
         invalid = event.outcome is not None and not event.outcome.valid
-        if invalid or event.kind in ("run", "retry", "end"):
+        if invalid or event.kind in ("run", "retry", "lost", "end"):
             self._progress.console.print(
                 _line(event), markup=False, highlight=False, style="yellow" if invalid else None
             )
+
+    def _move(self, host: str, event: Event, done: int, text: str, left: str) -> None:
+        if host not in self._rows:
+            self._rows[host] = self._progress.add_task("", total=0, left="", who=host or "cell")
+        self._progress.update(
+            self._rows[host], completed=done, total=event.total, description=text, left=left
+        )
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -188,7 +197,7 @@ class NotebookDisplay:
         self._bar: Any = None
 
     def __call__(self, event: Event) -> None:
-        """Move the bar; print retries and the end below it."""
+        """Move the bar; print retries, losses and the end below it."""
         from tqdm.auto import tqdm
 
         if self._bar is None:
@@ -197,10 +206,10 @@ class NotebookDisplay:
                 total=event.total, unit="cell", bar_format="{desc} {bar} {n_fmt}/{total_fmt}"
             )
         left = f", {clock(event.left_s)} left" if event.left_s is not None else ""
-        self._bar.set_description_str(f"{event.message}{left}", refresh=False)
+        self._bar.set_description_str(f"{_message(event)}{left}", refresh=False)
         self._bar.n = event.index
         self._bar.refresh()
-        if event.kind in ("retry", "end"):
+        if event.kind in ("retry", "lost", "end"):
             self._bar.write(_line(event))
 
     def __enter__(self) -> Self:
