@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import shlex
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,10 @@ class FakeProcess:
     @property
     def stdout(self) -> str:
         return self.answer[0]
+
+    @property
+    def running(self) -> bool:
+        return self.answer[2] == STILL_RUNNING and not self.closed
 
     def wait_for(self, text: str, timeout: float) -> None:
         stdout, stderr, status = self.answer
@@ -71,6 +76,10 @@ class FakeMachine:
     commands: list[str] = field(default_factory=list)
     processes: list[FakeProcess] = field(default_factory=list)
     files: dict[str, bytes] = field(default_factory=dict)
+    closed: threading.Event = field(default_factory=threading.Event)
+
+    def close(self) -> None:
+        self.closed.set()
 
     def _answer(self, command: Sequence[str] | str) -> tuple[str, Answer]:
         text = command if isinstance(command, str) else shlex.join(command)

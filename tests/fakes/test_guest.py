@@ -312,6 +312,7 @@ def booting(
     machine.answers |= {
         "nproc": ("4\n", "", 0),
         "^rm -f .*qemu-system": (f"{QEMU}\n", "", 0),
+        f"^tail --pid={QEMU}": ("", "", STILL_RUNNING),
         ".": OK,
     }
     monkeypatch.setattr(guest, "Monitor", FakeMonitor)
@@ -341,6 +342,19 @@ def test_a_guest_is_booted_pinned_and_ended(
     # QEMU first, then testpmd, on which its devices hang.
     order = [line for line in machine.log if "kill -KILL" in line]
     assert [bool(re.search(rf"KILL {QEMU}\b", line)) for line in order] == [True, False]
+
+
+def test_connection_to_a_guest_whose_qemu_ends_is_closed_at_once(
+    host: HostMachine, machine: FakeMachine, booting: Callable[[Callable[[], Any]], None]
+) -> None:
+    inside = FakeMachine("guest", machine.log)
+    booting(lambda: contextlib.nullcontext(inside))
+    with guest.boot_guest(host, GuestSpec()):
+        (watch,) = [p for p in machine.processes if p.command.startswith("tail")]
+        assert not inside.closed.wait(0.05)
+        watch.answer = OK
+        assert inside.closed.wait(30)
+    assert watch.closed
 
 
 def test_a_guest_without_ssh_is_ended_all_the_same(

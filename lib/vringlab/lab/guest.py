@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import re
 import shlex
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -28,6 +29,8 @@ _MANAGEMENT_MAC = "52:54:00:76:6c:01"
 _FIRST_CID = 3
 _FIRST_QMP_PORT = 4444
 _TRIES = 32
+#: How often it is asked whether the guest still runs, s.
+_WATCH_S = 1.0
 
 #: As for the embedded host, and: security modules and a second processor cost seconds at boot
 #: under nested emulation (the latter joins when the guest is set up), and so do RCU's quiet waits,
@@ -374,6 +377,32 @@ def _end_qemu(host: HostMachine, pid: int) -> None:
 
 
 @contextlib.contextmanager
+def _hanging_up(host: HostMachine, pid: int, guest: Machine) -> Iterator[None]:
+    """Close the connection to a guest as soon as its QEMU ends.
+
+    A guest that panics says no goodbye: whoever waits for one of its commands would do so until
+    the command's deadline, minutes later.
+    """
+    watch = host.machine.start(["tail", f"--pid={pid}", "-s", f"{_WATCH_S:g}", "-f", "/dev/null"])
+    done = threading.Event()
+
+    def wait() -> None:
+        while watch.running:
+            if done.wait(_WATCH_S):
+                return
+        guest.close()
+
+    thread = threading.Thread(target=wait, name="vringlab-guest-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        watch.close()
+
+
+@contextlib.contextmanager
 def boot_guest(
     host: HostMachine,
     spec: GuestSpec,
@@ -410,6 +439,7 @@ def boot_guest(
         guest_machine = stack.enter_context(
             Machine(address, timeout=max(30.0, deadline - time.monotonic()), via=machine)
         )
+        stack.enter_context(_hanging_up(host, pid, guest_machine))
         guest = Guest(
             machine=guest_machine,
             spec=spec,
