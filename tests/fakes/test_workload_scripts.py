@@ -14,7 +14,7 @@ from tests.fakes.fake_lab import STILL_RUNNING, Answer, FakeLab, fake_lab
 
 from vringlab.errors import InfrastructureError, TransientError
 from vringlab.lab.guest import VhostUserNic, nic_mac
-from vringlab.workloads import pktgen_testpmd
+from vringlab.workloads import scripts
 from vringlab.workloads.base import Outcome, names, parse_params
 from vringlab.workloads.fio_vsock_pingpong import FioParams, FioVsockPingpong, fio_argv
 from vringlab.workloads.pktgen_testpmd import PktgenParams, PktgenTestpmd, device_settings
@@ -575,9 +575,9 @@ def test_a_driver_without_statistics() -> None:
 
 def test_sections_are_read_by_name() -> None:
     text = "noise\n@@ one\na\n@@ two words\nb\nc\n@@ empty\n"
-    assert pktgen_testpmd.sections(text) == {"one": "a\n", "two words": "b\nc\n", "empty": "\n"}
-    assert pktgen_testpmd.sections("@@ first\nx")["first"] == "x\n"
-    assert pktgen_testpmd.sections("") == {}
+    assert scripts.sections(text) == {"one": "a\n", "two words": "b\nc\n", "empty": ""}
+    assert scripts.sections("@@ first\nx")["first"] == "x"
+    assert scripts.sections("") == {}
 
 
 def test_one_device_for_each_ring_of_a_boot() -> None:

@@ -28,7 +28,7 @@ from vringlab.lab import vhost_nic
 from vringlab.lab.guest import WORK
 from vringlab.lab.lab import Lab
 from vringlab.transport.ssh import Machine
-from vringlab.workloads import interrupts, netperf_output, sampler
+from vringlab.workloads import interrupts, netperf_output, sampler, scripts
 from vringlab.workloads.base import Metric, Outcome, Params
 
 Direction = Literal["guest-rx", "guest-tx", "rr"]
@@ -87,10 +87,6 @@ def netperf_argv(params: NetperfParams, seconds: int) -> list[str]:
     ]
 
 
-#: Prints a file without starting a program, which takes a tenth of a second in a nested guest.
-_SHOW = """show() { while IFS= read -r line; do printf '%s\\n' "$line"; done < "$1"; }"""
-
-
 def _before_script(vcpus: int) -> str:
     """In the guest: interface and netserver are there, or made; then the interrupts.
 
@@ -98,7 +94,7 @@ def _before_script(vcpus: int) -> str:
     """
     return "\n".join(
         [
-            _SHOW,
+            scripts.SHOW,
             "has() { while read -r a b c; do "
             f'[ "$b" != {vhost_nic.GUEST_ADDRESS} ] || return 0; '
             "done < /proc/net/fib_trie; return 1; }",
@@ -128,7 +124,7 @@ def _before_script(vcpus: int) -> str:
 def _after_script(vcpus: int) -> str:
     return "\n".join(
         [
-            _SHOW,
+            scripts.SHOW,
             "echo '@@ interrupts'; show /proc/interrupts",
             *([f"echo 1 > {_OTHER_CPU} || exit 7"] if vcpus == 1 else []),
         ]
@@ -183,11 +179,10 @@ class Section:
 
 
 def sections(text: str) -> dict[str, Section]:
-    """The parts of a script's output by name."""
+    """The parts of a script's output by the first word of their names."""
     found = {}
-    for part in re.split(r"^@@ ", text, flags=re.MULTILINE)[1:]:
-        head, _, body = part.partition("\n")
-        name, *words = head.split()
+    for heading, body in scripts.sections(text).items():
+        name, *words = heading.split()
         found[name] = Section(tuple(words), body)
     return found
 

@@ -22,6 +22,7 @@ from vringlab.lab.lab import Lab
 from vringlab.transport.local import Completed
 from vringlab.workloads import interrupts, pktgen_output, testpmd_output
 from vringlab.workloads.base import Outcome, Params
+from vringlab.workloads.scripts import SHOW, sections
 
 #: pktgen's thread, and with it the queue's work, is on this vCPU; its controller on the other.
 _PKTGEN_CPU = 0
@@ -69,10 +70,6 @@ def device_settings(params: PktgenParams) -> list[str]:
     ]
 
 
-#: Prints a file without starting a program, which takes a tenth of a second in a nested guest.
-_SHOW = """show() { while IFS= read -r line; do printf '%s\\n' "$line"; done < "$1"; }"""
-
-
 def _setup_script(mac: str, writes: list[str]) -> str:
     """Find the device by its MAC and configure pktgen on it, in one exchange.
 
@@ -81,7 +78,7 @@ def _setup_script(mac: str, writes: list[str]) -> str:
     """
     thread = f"/proc/net/pktgen/kpktgend_{_PKTGEN_CPU}"
     lines = [
-        _SHOW,
+        SHOW,
         "for d in /sys/class/net/*; do read -r m < $d/address; "
         f"[ $m != {mac} ] || dev=${{d##*/}}; done",
         '[ -n "$dev" ] || exit 8',
@@ -111,7 +108,7 @@ def _timed_script(device: str, irq: str, cpu: int, seconds: float) -> str:
     count = f"show /proc/interrupts; echo '@@ %s-kicks'; ethtool -S {device}"
     return "\n".join(
         [
-            _SHOW,
+            SHOW,
             f"taskset -p -c {_OTHER_CPU} $$ >/dev/null",
             f"echo {cpu} > /proc/irq/{irq}/smp_affinity_list || exit 7",
             "echo '@@ before'",
@@ -126,15 +123,6 @@ def _timed_script(device: str, irq: str, cpu: int, seconds: float) -> str:
             f"show {target}",
         ]
     )
-
-
-def sections(text: str) -> dict[str, str]:
-    """The parts of a script's output by name."""
-    found: dict[str, str] = {}
-    for part in ("\n" + text).split("\n@@ ")[1:]:
-        name, _, body = part.partition("\n")
-        found[name] = body + "\n"
-    return found
 
 
 def _log_size(seen: Completed) -> int:
