@@ -127,9 +127,10 @@ class Workers:
                 threads_per_worker=1,
                 processes=True,
                 host="127.0.0.1",
-                dashboard_address=None,
+                # Its HTTP server cannot be left out: then for this machine only, on any port.
+                dashboard_address="127.0.0.1:0",
+                worker_dashboard_address="127.0.0.1:0",
                 scheduler_kwargs={"dashboard": False},
-                worker_dashboard_address=None,
                 memory_limit=0,
                 resources={RESOURCE: 1},
                 preload=[seat.__name__],
