@@ -22,11 +22,12 @@ run: setup ## The main job: both experiments, quick profile, on the embedded KVM
 	$(BIN)/vringlab run vsock-direct-enqueue --profile quick
 
 test: setup-test check ## Everything: lint, types, all tests with live ones, notebooks by nbval
-	VRINGLAB_LIVE=1 $(BIN)/python -m pytest tests
-	$(BIN)/python -m pytest --nbval-lax --nbval-current-env notebooks
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/pure tests/fakes
+	VRINGLAB_LIVE=1 $(BIN)/python -m pytest tests/live
+	$(BIN)/python -m pytest -n 2 --dist loadfile --nbval-lax --nbval-current-env notebooks
 
 test-fast: setup ## Tests without virtual machines (pure functions and fakes)
-	$(BIN)/python -m pytest tests/pure tests/fakes
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/pure tests/fakes
 
 check: setup
 	$(BIN)/ruff check .
