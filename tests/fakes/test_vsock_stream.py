@@ -161,6 +161,12 @@ def test_warm_up_grows_with_the_threads() -> None:
     assert params(threads=64).warmup_s >= 3
 
 
+def test_full_buffers_have_time_to_drain_and_a_dead_guest_is_found_soon() -> None:
+    # 12 s were seen for 8 threads of 16 B under emulation.
+    assert params(threads=8, payload=16).drain_s > 12
+    assert params(threads=64, payload="4096-8192", sizes="normal").drain_s < 1
+
+
 def test_the_guest_keeps_its_caches_apart_and_has_room_for_64_threads() -> None:
     workload = VsockStream()
     few = workload.guest_options([params(threads=1), params(threads=16)])

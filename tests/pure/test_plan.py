@@ -236,11 +236,12 @@ def test_a_quick_run_measures_for_minutes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", experiments.names())
-def test_a_full_run_has_fifty_runs_of_every_point_and_arm(name: str) -> None:
+def test_a_full_run_has_as_many_runs_of_every_point_and_arm_as_the_mail(name: str) -> None:
+    # Fifty in seed 000, which stands in for those that state none; ten in seed 004.
     made = make_plan(experiments.load(name), "full", 1)
     assert len(made.boots) == 10
     counts = Counter((cell.arm_name, point(cell)) for cell in made.cells)
-    assert set(counts.values()) == {50}
+    assert set(counts.values()) == {10 if name == "vsock-skb-merge" else 50}
 
 
 def test_the_full_vsock_run_is_timed_as_in_the_mail() -> None:

@@ -43,9 +43,11 @@ _WARMUP_THREAD_S = 0.04
 _MANY_THREADS = 16
 _MANY_THREADS_MIB = 2048
 
-#: What a slow receiver may still take out of full buffers after the sender is done: with 16 B from
-#: host to guest under emulation 12 s of it were measured for 8 threads, so 100 s for 64.
-_DRAIN_S = 180.0
+#: Payload of a full vsock buffer, and the slowest rate at which messages were seen to leave it
+#: (16 B from host to guest under emulation): what is in the buffers when the sender is done must
+#: still be received.
+_BUFFER_BYTES = 262144
+_DRAIN_MESSAGES_S = 7000
 
 _RANGE = re.compile(r"(\d{1,6})-(\d{1,6})")
 
@@ -116,6 +118,12 @@ class StreamParams(Params):
         return f"normal:{mean},{sd},{low},{high}"
 
     @property
+    def drain_s(self) -> float:
+        """Time that full buffers may take to be received after the sender is done."""
+        least = int(str(self.payload).partition("-")[0])
+        return self.threads * _BUFFER_BYTES / least / _DRAIN_MESSAGES_S
+
+    @property
     def warmup_s(self) -> float:
         """Time before the timed window in which all threads come to run."""
         return _WARMUP_S + _WARMUP_THREAD_S * self.threads
@@ -181,7 +189,7 @@ class VsockStream(VsockBenchmark):
             *("--threads", str(params.threads), "--size", params.size_spec),
             *("--duration", f"{duration_s:g}", "--warmup", f"{params.warmup_s:g}"),
         ]
-        limit = duration_s + params.warmup_s + _DRAIN_S + TOOL_MARGIN_S
+        limit = duration_s + params.warmup_s + params.drain_s + TOOL_MARGIN_S
         machines = {"guest": lab.guest.machine, "host": lab.host.machine}
         with Samplers(machines, self._rate_hz, limit) as samplers:
             far = receiver.machine.start(f"exec timeout -s KILL {limit:g} {shlex.join(listen)}")
