@@ -29,6 +29,7 @@ from vringlab.settings import settings
 
 if TYPE_CHECKING:
     from vringlab.campaign.session import MachineSession
+    from vringlab.transport.local import Completed
 
 #: Where the collection keeps its recorded session, below its data.
 FOLDER = "recorded/host-and-guest"
@@ -324,19 +325,29 @@ def _transcript_path(name: str) -> Path:
 
 
 class _Machines:
-    """Answers from a session on real machines, and keeps them."""
+    """Answers from real machines, and keeps them.
 
-    def __init__(self, session: MachineSession, module: str) -> None:
-        self._session = session
+    Args:
+        ask: Runs a command on a machine; its exit status is not looked at.
+        switch: Loads an arm and returns its build-id.
+        module: What is replaced then.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[MachineName, str], Completed],
+        switch: Callable[[str], str],
+        module: str,
+    ) -> None:
+        self._ask = ask
+        self._switch = switch
         self._module = module
         self._arm = ""
         self.exchanges: list[Exchange] = []
         self.loads: list[Load] = []
 
     def run(self, machine: MachineName, command: str) -> Exchange:
-        lab = self._session.lab
-        target = lab.host.machine if machine == "host" else lab.guest.machine
-        done = target.run(command, timeout=_COMMAND_S, check=False)
+        done = self._ask(machine, command)
         exchange = Exchange(
             machine=machine,
             arm=self._arm,
@@ -351,7 +362,7 @@ class _Machines:
 
     def load(self, arm: str) -> Load:
         begin = time.monotonic()
-        build_id = self._session.switch(arm)
+        build_id = self._switch(arm)
         load = Load(
             arm=arm,
             module=self._module,
@@ -398,12 +409,57 @@ def _live(
         session.boot("look-around", {})
         steps["guest inside it: boot to SSH"] = round(time.monotonic() - begin, 1)
         kept = stack.pop_all()
-    machines = _Machines(session, experiment.module)
+
+    def ask(machine: MachineName, command: str) -> Completed:
+        lab = session.lab
+        target = lab.host.machine if machine == "host" else lab.guest.machine
+        return target.run(command, timeout=_COMMAND_S, check=False)
+
+    machines = _Machines(ask, session.switch, experiment.module)
     source = f"live: a KVM host of kind {session.host_kind} and a guest on it; close() ends both"
     return (
         OpenLab(machines, experiment.arm_names, steps, source, kept.close),
         machines,
         session,
+    )
+
+
+def kept(name: str | None = None) -> OpenLab:
+    """The lab that `vringlab up` keeps; closing it leaves it up.
+
+    Arms are built when the first one is loaded, and other processes can load none until this is
+    closed.
+
+    Args:
+        name: The experiment whose arms can be loaded; the lab's own when None.
+
+    Raises:
+        UserError: no lab is up.
+        TransientError: its keeper does not answer.
+    """
+    from vringlab.campaign.kept import Line, get
+
+    lab = get()
+    experiment = experiments.load(name or lab.experiment)
+    line = Line.open()
+    adopted = False
+
+    def switch(arm: str) -> str:
+        nonlocal adopted
+        if not adopted:
+            line.adopt(experiment, experiment.arm_names)
+            adopted = True
+        return str(line.ask("switch", arm).value)
+
+    return OpenLab(
+        _Machines(
+            lambda machine, text: line.run(machine, text, _COMMAND_S), switch, experiment.module
+        ),
+        experiment.arm_names,
+        {},
+        f"live: the lab that is kept since {lab.since}, a KVM host of kind {lab.host_kind} and a "
+        "guest on it; close() leaves it up, `vringlab down` ends it",
+        line.close,
     )
 
 

@@ -8,7 +8,7 @@ campaign.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
@@ -74,6 +74,16 @@ class Budget:
         moved = max(0.0, min(seconds, self._spent[source]))
         self._spent[source] -= moved
         self._spent[target] += moved
+
+    def claim(self, outer: Phase | Literal["idle"], spent: Mapping[str, float]) -> None:
+        """Give time of `outer` to finer phases that were counted elsewhere meanwhile.
+
+        Args:
+            outer: The phase in which the time was counted here.
+            spent: Seconds by phase, as another budget has them.
+        """
+        for phase, seconds in spent.items():
+            self.move(seconds, outer, phase)  # type: ignore[arg-type]  # names of phases
 
     def stop(self) -> None:
         """End the count; later phases add nothing."""

@@ -145,9 +145,9 @@ def choose(hosts: Sequence[Host], needs: Sequence[str] = ()) -> tuple[Host, ...]
             f"no host has all that is needed: {said or 'there is none'}",
             remedy="add what it has to hosts.yaml, or need less",
         )
-    twice = [
-        url for url, n in Counter(host.url for host in fit).items() if n > 1 and url != EMBEDDED
-    ]
+    # What stands behind a question mark is how a host is used, not which.
+    often_named = Counter(host.url.partition("?")[0] for host in fit)
+    twice = [url for url, n in often_named.items() if n > 1 and url != EMBEDDED]
     if twice:
         raise UserError(
             f"host {twice[0]} is named twice",
@@ -168,7 +168,7 @@ def choose(hosts: Sequence[Host], needs: Sequence[str] = ()) -> tuple[Host, ...]
 
 def _name(url: str) -> str:
     """`ssh://root@kvm1:2222/` is `kvm1`."""
-    place = url.partition("://")[2] or url
+    place = (url.partition("://")[2] or url).partition("?")[0]
     bare = re.sub(r":\d+$", "", place.rpartition("@")[2].partition("/")[0])
     return re.sub(r"[^A-Za-z0-9_.-]", "_", bare) or "host"
 

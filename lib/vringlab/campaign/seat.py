@@ -11,13 +11,17 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vringlab import __version__
+from vringlab.campaign.budget import Budget, Phase
+from vringlab.campaign.experiment import Value
+from vringlab.campaign.paths import PathPass
 from vringlab.errors import InfrastructureError, UserError
+from vringlab.workloads.base import Outcome
 
 if TYPE_CHECKING:
     from vringlab.campaign.runner import Session
@@ -57,6 +61,63 @@ class Answer:
     spent: Mapping[str, float]
 
 
+class AskedSession:
+    """A session that another process holds; see `campaign.runner.Session`.
+
+    Args:
+        name: What the host is called in the run.
+        facts: What the session says of itself.
+        budget: Where the time goes, seen from here.
+    """
+
+    def __init__(self, name: str, facts: Facts, budget: Budget) -> None:
+        self.host = name
+        self.host_kind = facts.host_kind
+        self.sees_paths = facts.sees_paths
+        self.time_budget = budget
+
+    def _answer(self, method: str, arguments: Sequence[Any]) -> Answer:
+        raise NotImplementedError
+
+    def ask(self, method: str, outer: Phase, *arguments: Any) -> Any:
+        """Call a method there; the phases that it enters are taken out of `outer` here.
+
+        Raises:
+            HostLost: the other process ended.
+            Exception: what the method raised.
+        """
+        answer = self._answer(method, arguments)
+        self.time_budget.claim(outer, answer.spent)
+        return answer.value
+
+    def boot(self, boot: str, options: Mapping[str, object]) -> None:
+        """End the guest and boot a fresh one."""
+        self.ask("boot", "boot", boot, dict(options))
+
+    def switch(self, arm: str) -> str | None:
+        """Load an arm."""
+        found: str | None = self.ask("switch", "switch", arm)
+        return found
+
+    def measure(self, workload: str, params: Mapping[str, Value], duration_s: float) -> Outcome:
+        """Run a workload once."""
+        outcome: Outcome = self.ask("measure", "prepare", workload, dict(params), duration_s)
+        return outcome
+
+    def paths(
+        self, arm: str, points: Sequence[tuple[str, Mapping[str, Value]]]
+    ) -> Sequence[PathPass]:
+        """See which path packets take."""
+        sent = [(workload, dict(params)) for workload, params in points]
+        found: Sequence[PathPass] = self.ask("paths", "path", arm, sent)
+        return found
+
+    def provenance(self) -> Mapping[str, object]:
+        """What is known by now of host, guest, kernels, tools and pinning."""
+        found: Mapping[str, object] = self.ask("provenance", "collect")
+        return found
+
+
 class Seat:
     """A session in a thread of its own.
 
@@ -84,6 +145,7 @@ class Seat:
         )
         self._opened: Future[Facts] = Future()
         self._ended: Future[None] = Future()
+        self._session: Session | None = None
         self._lock = threading.Lock()
         self._may_interrupt = True
         self._heard = time.monotonic()
@@ -97,6 +159,7 @@ class Seat:
         error: BaseException | None = None
         try:
             with self._opener(on_step=self._tell) as session:
+                self._session = session
                 self._opened.set_result(
                     Facts(session.host, session.host_kind, session.sees_paths, session.provenance())
                 )
@@ -144,6 +207,12 @@ class Seat:
                 return
 
     @property
+    def session(self) -> Session:
+        """The session once it is open, for a look from another thread; `ask` is for the rest."""
+        assert self._session is not None, "wait until it is open"
+        return self._session
+
+    @property
     def over(self) -> bool:
         """Whether the session has ended."""
         return not self._thread.is_alive()
@@ -154,6 +223,10 @@ class Seat:
     def heard(self) -> None:
         """Somebody still wants this session."""
         self._heard = time.monotonic()
+
+    def comes_up(self, seconds: float) -> bool:
+        """Wait so long for the session to be open, or to fail; whether either has happened."""
+        return bool(wait([self._opened], timeout=seconds).done)
 
     def opened(self) -> tuple[Facts, Mapping[str, float]]:
         """Wait until the session is open: what it says of itself, and seconds by phase.

@@ -24,12 +24,9 @@ from distributed import Client, KilledWorker, LocalCluster
 from vringlab import __version__
 from vringlab.campaign import seat
 from vringlab.campaign.blocks import Stopped
-from vringlab.campaign.budget import Budget, Phase
-from vringlab.campaign.experiment import Value
-from vringlab.campaign.paths import PathPass
-from vringlab.campaign.seat import RESOURCE, Answer, Facts, Opener
+from vringlab.campaign.budget import Budget
+from vringlab.campaign.seat import RESOURCE, Answer, AskedSession, Facts, Opener
 from vringlab.errors import HostLost, UserError
-from vringlab.workloads.base import Outcome
 
 OnStep = Callable[[str], None]
 
@@ -207,7 +204,7 @@ class Workers:
         left = False
         try:
             facts, spent = link.run(seat.sit, name, opener, self._topic, patience)
-            _claim(budget, "idle", spent)
+            budget.claim("idle", spent)
             yield RemoteSession(link, facts, budget)
             left = True
             link.run(seat.leave, name)
@@ -294,8 +291,8 @@ class _Link:
                 self.run(seat.leave, self.name, within=_LEAVE_S)
 
 
-class RemoteSession:
-    """A session that a worker holds; see `campaign.runner.Session`. Made by `Workers.session`.
+class RemoteSession(AskedSession):
+    """A session that a worker holds. Made by `Workers.session`.
 
     Args:
         link: The way to the worker.
@@ -304,46 +301,9 @@ class RemoteSession:
     """
 
     def __init__(self, link: _Link, facts: Facts, budget: Budget) -> None:
-        self.host = link.name
-        self.host_kind = facts.host_kind
-        self.sees_paths = facts.sees_paths
-        self.time_budget = budget
+        super().__init__(link.name, facts, budget)
         self._link = link
 
-    def _ask(self, method: str, outer: Phase, *arguments: Any) -> Any:
+    def _answer(self, method: str, arguments: Sequence[Any]) -> Answer:
         answer: Answer = self._link.run(seat.ask, self.host, method, arguments)
-        _claim(self.time_budget, outer, answer.spent)
-        return answer.value
-
-    def boot(self, boot: str, options: Mapping[str, object]) -> None:
-        """End the guest and boot a fresh one."""
-        self._ask("boot", "boot", boot, dict(options))
-
-    def switch(self, arm: str) -> str | None:
-        """Load an arm."""
-        found: str | None = self._ask("switch", "switch", arm)
-        return found
-
-    def measure(self, workload: str, params: Mapping[str, Value], duration_s: float) -> Outcome:
-        """Run a workload once."""
-        outcome: Outcome = self._ask("measure", "prepare", workload, dict(params), duration_s)
-        return outcome
-
-    def paths(
-        self, arm: str, points: Sequence[tuple[str, Mapping[str, Value]]]
-    ) -> Sequence[PathPass]:
-        """See which path packets take."""
-        sent = [(workload, dict(params)) for workload, params in points]
-        found: Sequence[PathPass] = self._ask("paths", "path", arm, sent)
-        return found
-
-    def provenance(self) -> Mapping[str, object]:
-        """What is known by now of host, guest, kernels, tools and pinning."""
-        found: Mapping[str, object] = self._ask("provenance", "collect")
-        return found
-
-
-def _claim(budget: Budget, outer: Any, spent: Mapping[str, float]) -> None:
-    """Give time of a call to the finer phases that the session entered in it."""
-    for phase, seconds in spent.items():
-        budget.move(seconds, outer, phase)  # type: ignore[arg-type]  # names of phases
+        return answer
