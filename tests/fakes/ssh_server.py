@@ -14,10 +14,12 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -34,6 +36,7 @@ from paramiko.common import (
     cMSG_CHANNEL_REQUEST,
 )
 
+from vringlab.settings import settings
 from vringlab.transport.local import kill_group
 from vringlab.transport.ssh import Address
 
@@ -319,10 +322,50 @@ def silent_port() -> Iterator[int]:
 # --- a real sshd ---------------------------------------------------------------------------
 
 
+@cache
 def find_sshd() -> str | None:
-    """A real sshd: VRINGLAB_TEST_SSHD, or one that is installed."""
+    """A real sshd: VRINGLAB_TEST_SSHD, one that is installed, or Debian's, unpacked.
+
+    Unpacked, since installing the package would open this machine to logins.
+    """
     wanted = os.environ.get("VRINGLAB_TEST_SSHD")
-    return wanted or shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+    path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+    return wanted or shutil.which("sshd", path=path) or _unpacked_sshd()
+
+
+def _unpacked_sshd() -> str | None:
+    """Debian's openssh-server in the cache; None where apt cannot fetch it."""
+    target = settings().cache / "test-sshd"
+    program = target / "sshd"
+    if program.exists():
+        return str(program)
+    if not all(map(shutil.which, ("apt-get", "dpkg-deb"))):
+        return None
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as name:
+        made = Path(name) / "made"
+        for package in ("openssh-server", "libwrap0"):
+            subprocess.run(
+                ["apt-get", "-q", "download", package],
+                cwd=name,
+                capture_output=True,
+                timeout=90,
+                check=False,
+            )
+        for archive in Path(name).glob("*.deb"):
+            subprocess.run(["dpkg-deb", "-x", archive, made], capture_output=True, check=False)
+        if not (made / "usr/sbin/sshd").exists():
+            return None
+        # sshd runs itself again by its full path.
+        libraries = ":".join(str(target / part) for part in ("lib", "usr/lib"))
+        triplets = ":".join(f"{part}/x86_64-linux-gnu" for part in libraries.split(":"))
+        (made / "sshd").write_text(
+            f'#!/bin/sh\nexport LD_LIBRARY_PATH={triplets}\nexec {target}/usr/sbin/sshd "$@"\n'
+        )
+        (made / "sshd").chmod(0o755)
+        with contextlib.suppress(OSError):
+            made.rename(target)
+    return str(program) if program.exists() else None
 
 
 @dataclass
@@ -332,6 +375,8 @@ class RealServer:
     keys: Keys
     folder: Path
     program: str
+    #: Further lines of its configuration.
+    more: str = ""
 
     def __post_init__(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -342,7 +387,7 @@ class RealServer:
         self._config.write_text(
             f"Port {self.port}\nListenAddress 127.0.0.1\nHostKey {self.keys.host.path}\n"
             f"AuthorizedKeysFile {authorized}\nStrictModes no\nUsePAM no\nPidFile none\n"
-            "PasswordAuthentication no\nKbdInteractiveAuthentication no\n"
+            f"PasswordAuthentication no\nKbdInteractiveAuthentication no\n{self.more}"
         )
 
     def _argv(self) -> list[str]:

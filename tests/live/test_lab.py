@@ -22,7 +22,7 @@ from vringlab.kernels.module import BuiltModule
 from vringlab.lab import accel, embedded, guest, pinning, probe, swap
 from vringlab.lab.lab import Lab
 from vringlab.settings import settings
-from vringlab.transport.ssh import Machine
+from vringlab.transport.ssh import Address, Machine
 from vringlab.workloads import base
 
 pytestmark = pytest.mark.timeout(420)
@@ -79,6 +79,7 @@ def test_host_has_what_kvm_guests_need(lab: Lab) -> None:
 
 def test_host_answers_to_its_pinned_key_alone(lab: Lab) -> None:
     address = lab.host.machine.address
+    assert isinstance(address, Address)
     # Another valid key: the one that the client has for itself.
     other = " ".join((lab.host.image.folder / "id_ed25519.pub").read_text().split()[:2])
     with pytest.raises(InfrastructureError, match="another host key"):

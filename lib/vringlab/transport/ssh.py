@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import copy
 import logging
 import select
 import shlex
@@ -19,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import paramiko
 from paramiko.pkey import UnknownKeyType
@@ -42,6 +43,127 @@ _LOSS_S = 0.2
 _LOST = (OSError, EOFError, paramiko.SSHException)
 
 
+class Credentials(Protocol):
+    """What is checked of a machine, and what is shown to it."""
+
+    @property
+    def host_key_types(self) -> Sequence[str]:
+        """Kinds of host keys to ask for first."""
+        ...
+
+    def check(self, seen: paramiko.PKey) -> None:
+        """Refuse a machine that shows another key than expected; nothing was sent to it yet.
+
+        Raises:
+            InfrastructureError, UserError: it is not the machine that was meant, or unknown.
+        """
+        ...
+
+    def log_in(self, transport: paramiko.Transport) -> None:
+        """Log in.
+
+        Raises:
+            paramiko.AuthenticationException: refused.
+        """
+        ...
+
+    @property
+    def refused(self) -> InfrastructureError:
+        """What to raise when the machine refuses us."""
+        ...
+
+
+class Peer(Protocol):
+    """A machine to connect to: an `Address`, or a login by the user's own configuration."""
+
+    @property
+    def name(self) -> str:
+        """What error messages call it."""
+        ...
+
+    @property
+    def host(self) -> str:
+        """Host name or address."""
+        ...
+
+    @property
+    def port(self) -> int:
+        """TCP port."""
+        ...
+
+    @property
+    def attempt_s(self) -> float:
+        """Seconds that one attempt to connect may take."""
+        ...
+
+    @property
+    def unreachable(self) -> str:
+        """The remedy when it does not answer."""
+        ...
+
+    def credentials(self) -> Credentials:
+        """Read what the connection needs, before it is opened.
+
+        Raises:
+            UserError: a key cannot be read.
+        """
+        ...
+
+    def dial(self, timeout: float) -> socket.socket:
+        """Open a connection to it, where no other machine is in between.
+
+        Raises:
+            OSError: nobody answered.
+        """
+        ...
+
+
+def dial(host: str, port: int, timeout: float) -> socket.socket:
+    """A TCP connection on which no small request waits for an acknowledgement.
+
+    Raises:
+        OSError: nobody answered.
+    """
+    connection = socket.create_connection((host, port), timeout)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+@dataclass(frozen=True)
+class _Pinned:
+    """One key each."""
+
+    address: Address
+    expected: paramiko.PKey
+    key: paramiko.PKey
+
+    @property
+    def host_key_types(self) -> Sequence[str]:
+        return (self.expected.get_name(),)
+
+    def check(self, seen: paramiko.PKey) -> None:
+        if seen != self.expected:
+            raise InfrastructureError(
+                f"{self.address.name} shows another host key than expected: "
+                f"{seen.get_name()} {seen.get_base64()}",
+                remedy="another machine answers on this address, or the image was "
+                "rebuilt while the machine ran; nothing was sent to it",
+                host=self.address.name,
+            )
+
+    def log_in(self, transport: paramiko.Transport) -> None:
+        transport.auth_publickey(self.address.user, self.key)
+
+    @property
+    def refused(self) -> InfrastructureError:
+        address = self.address
+        return InfrastructureError(
+            f"{address.name} refused the key {address.key} for {address.user}",
+            remedy="add the key to the account's authorized_keys",
+            host=address.name,
+        )
+
+
 @dataclass(frozen=True)
 class Address:
     """Where a machine's sshd answers, and who it must prove to be.
@@ -61,6 +183,49 @@ class Address:
     user: str
     key: Path
     host_key: str
+
+    @property
+    def attempt_s(self) -> float:
+        """Seconds that one attempt to connect may take."""
+        return _ATTEMPT_S
+
+    @property
+    def unreachable(self) -> str:
+        """The remedy when it does not answer."""
+        return "see whether it is up, and raise VRINGLAB_BOOT_TIMEOUT on a slow machine"
+
+    def credentials(self) -> Credentials:
+        """The expected host key and our own.
+
+        Raises:
+            UserError: one of them cannot be read.
+        """
+        kind, _, encoded = self.host_key.partition(" ")
+        try:
+            expected = paramiko.PKey.from_type_string(kind, base64.b64decode(encoded))
+        except (ValueError, EOFError, paramiko.SSHException, UnknownKeyType) as error:
+            raise UserError(
+                f"the host key expected of {self.name} is none: {self.host_key!r}",
+                remedy="give its type and base64, as in known_hosts: `ssh-ed25519 AAAA...`",
+                host=self.name,
+            ) from error
+        try:
+            key = paramiko.Ed25519Key.from_private_key_file(str(self.key))
+        except (OSError, paramiko.SSHException) as error:
+            raise UserError(
+                f"the SSH key {self.key} cannot be read: {error}",
+                remedy="check the path and its permissions",
+                host=self.name,
+            ) from error
+        return _Pinned(self, expected, key)
+
+    def dial(self, timeout: float) -> socket.socket:
+        """Open a connection to it.
+
+        Raises:
+            OSError: nobody answered.
+        """
+        return dial(self.host, self.port, timeout)
 
 
 def _command_text(command: Sequence[str] | str) -> str:
@@ -159,6 +324,22 @@ class Process:
             )
         return status
 
+    def send(self, data: bytes) -> None:
+        """Hand over more input to a command that was started with `keep_input`.
+
+        May be called from any thread.
+
+        Raises:
+            TransientError: the connection was lost, or the command has ended.
+        """
+        try:
+            self._channel.sendall(data)
+        except _LOST as error:
+            raise self._error(
+                "the command takes no more input",
+                "see its words; the connection may be lost",
+            ) from error
+
     def wait_for(self, text: str, timeout: float) -> None:
         """Wait until standard output or error holds `text`.
 
@@ -226,7 +407,7 @@ class Machine:
     """An open SSH connection; a context manager.
 
     Args:
-        address: Where to connect and which host key to accept.
+        address: Where to connect, which host key to accept, how to log in.
         timeout: Seconds until it must have answered. A machine that boots refuses, accepts and
             closes, or stays silent for a while: all of these are waited out.
         via: The machine to tunnel through, or None.
@@ -234,11 +415,13 @@ class Machine:
     Raises:
         TransientError: it never answered.
         InfrastructureError: another host key, or our key was refused.
+        UserError: a key of ours cannot be read, or the user does not know the host's key.
     """
 
-    def __init__(self, address: Address, *, timeout: float, via: Machine | None = None) -> None:
+    def __init__(self, address: Peer, *, timeout: float, via: Machine | None = None) -> None:
         self.address = address
         self.name = address.name
+        self._prefix = ""
         self._transport = self._connect(timeout, via)
 
     def __enter__(self) -> Self:
@@ -270,49 +453,26 @@ class Machine:
 
     def _connect(self, timeout: float, via: Machine | None) -> paramiko.Transport:
         deadline = time.monotonic() + timeout
-        kind, _, encoded = self.address.host_key.partition(" ")
-        try:
-            expected = paramiko.PKey.from_type_string(kind, base64.b64decode(encoded))
-        except (ValueError, EOFError, paramiko.SSHException, UnknownKeyType) as error:
-            raise UserError(
-                f"the host key expected of {self.name} is none: {self.address.host_key!r}",
-                remedy="give its type and base64, as in known_hosts: `ssh-ed25519 AAAA...`",
-                host=self.name,
-            ) from error
-        try:
-            key = paramiko.Ed25519Key.from_private_key_file(str(self.address.key))
-        except (OSError, paramiko.SSHException) as error:
-            raise UserError(
-                f"the SSH key {self.address.key} cannot be read: {error}",
-                remedy="check the path and its permissions",
-                host=self.name,
-            ) from error
+        credentials = self.address.credentials()
         last = "no attempt was made"
         while (left := deadline - time.monotonic()) > 0:
             if via is not None and not via.alive:
                 raise self._lost(ConnectionError(f"{via.name}, on the way to it, is gone"))
             # One attempt may not use up the whole deadline: a machine that is booting can
             # swallow the first packets and would answer a second attempt at once.
-            attempt = min(left, _ATTEMPT_S)
+            attempt = min(left, self.address.attempt_s)
             begin = time.monotonic()
             transport: paramiko.Transport | None = None
             try:
                 transport = paramiko.Transport(self._socket(attempt, via))
                 transport.banner_timeout = attempt
                 transport.auth_timeout = attempt
+                options = transport.get_security_options()
+                options.key_types = _first(credentials.host_key_types, options.key_types)
                 transport.start_client(timeout=attempt)
-                seen = transport.get_remote_server_key()
-                if seen != expected:
-                    transport.close()
-                    raise InfrastructureError(
-                        f"{self.name} shows another host key than expected: "
-                        f"{seen.get_name()} {seen.get_base64()}",
-                        remedy="another machine answers on this address, or the image was "
-                        "rebuilt while the machine ran; nothing was sent to it",
-                        host=self.name,
-                    )
+                credentials.check(transport.get_remote_server_key())
                 begin = time.monotonic()
-                transport.auth_publickey(self.address.user, key)
+                credentials.log_in(transport)
             except _LOST as error:
                 # paramiko reports a connection lost, or silent, at this point as a refusal too.
                 refused = (
@@ -325,29 +485,36 @@ class Machine:
                 if transport is not None:
                     transport.close()
                 if refused:
-                    raise InfrastructureError(
-                        f"{self.name} refused the key {self.address.key} for {self.address.user}",
-                        remedy="add the key to the account's authorized_keys",
-                        host=self.name,
-                    ) from error
+                    raise credentials.refused from error
                 time.sleep(min(_RETRY_S, max(0.0, deadline - time.monotonic())))
                 continue
+            except BaseException:
+                if transport is not None:
+                    transport.close()
+                raise
             # A dead peer is noticed although nothing is sent for minutes.
             transport.set_keepalive(15)
             return transport
         raise TransientError(
             f"{self.name} did not answer on SSH within {timeout:g} s; last: {last}",
-            remedy="see whether it is up, and raise VRINGLAB_BOOT_TIMEOUT on a slow machine",
+            remedy=self.address.unreachable,
             host=self.name,
         )
+
+    def inside(self, prefix: str) -> Self:
+        """The same connection, with every command run by `prefix`: in a container, as root.
+
+        Args:
+            prefix: Shell text that takes one more word, the command: `sudo -n sh -c`.
+        """
+        other = copy.copy(self)
+        other._prefix = prefix
+        return other
 
     def _socket(self, timeout: float, via: Machine | None) -> socket.socket | paramiko.Channel:
         if via is not None:
             return via.open_tcp(self.address.host, self.address.port, timeout)
-        connection = socket.create_connection((self.address.host, self.address.port), timeout)
-        # Requests are small and follow each other: none may wait for an acknowledgement.
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return connection
+        return self.address.dial(timeout)
 
     def _lost(self, error: Exception) -> TransientError:
         return TransientError(
@@ -411,12 +578,15 @@ class Machine:
                 pump.join(timeout=5)
             theirs.close()
 
-    def start(self, command: Sequence[str] | str, *, input: bytes = b"") -> Process:
+    def start(
+        self, command: Sequence[str] | str, *, input: bytes = b"", keep_input: bool = False
+    ) -> Process:
         """Begin a command and return at once.
 
         Args:
             command: Argument vector, or shell text.
             input: Its standard input, which is then closed; handed over while it is waited for.
+            keep_input: Leave its standard input open instead, for `Process.send`.
 
         Raises:
             TransientError: the connection is lost.
@@ -424,8 +594,8 @@ class Machine:
         text = _command_text(command)
         try:
             channel = self._transport.open_session(timeout=60)
-            channel.exec_command(text)
-            if not input:
+            channel.exec_command(f"{self._prefix} {shlex.quote(text)}" if self._prefix else text)
+            if not input and not keep_input:
                 channel.shutdown_write()
         except _LOST as error:
             raise self._lost(error) from error
@@ -516,6 +686,12 @@ class Machine:
                 returncode=done.returncode,
             )
         return process.stdout_bytes
+
+
+def _first(wanted: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
+    """The known ones, those that are wanted in front."""
+    front = [kind for kind in wanted if kind in known]
+    return tuple(dict.fromkeys([*front, *known]))
 
 
 def _pump(source: socket.socket | paramiko.Channel, sink: socket.socket | paramiko.Channel) -> None:
