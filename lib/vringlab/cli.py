@@ -128,7 +128,10 @@ def run(
     ] = "",
     host: Annotated[
         list[str] | None,
-        typer.Option(help="The KVM host: embedded. Again for each further host of the run."),
+        typer.Option(
+            help="The KVM host: embedded, or ssh://[user@]host[:port] by ~/.ssh/config, agent and "
+            "known_hosts. Again for each further host of the run."
+        ),
     ] = None,
     hosts: Annotated[
         Path | None, typer.Option(help="A hosts.yaml: url, name, arch, cpus, memory_gib, tags.")
@@ -158,6 +161,20 @@ def run(
         ),
     ] = False,
     dry_run: Annotated[bool, typer.Option(help="Show the plan; measure nothing.")] = False,
+    tune: Annotated[
+        bool,
+        typer.Option(
+            "--tune",
+            help="On ssh:// hosts: governor performance and irqbalance held, for the run only.",
+        ),
+    ] = False,
+    swap_host_module: Annotated[
+        bool,
+        typer.Option(
+            "--swap-host-module",
+            help="On ssh:// hosts: allow arms of the host's own modules, for the run only.",
+        ),
+    ] = False,
 ) -> None:
     """Measure an experiment: stock against patched, with an A/A pair for the noise floor.
 
@@ -186,7 +203,10 @@ def run(
             print(cell.cell_id)
         print(f"{len(plan.cells)} cells, timed windows {clock(plan.measuring_s)}")
         return
-    named = choose_hosts(_hosts(host, hosts), plan, [*chosen.needs, *(need or [])], until_decided)
+    listed = _hosts(host, hosts)
+    if tune or swap_host_module:
+        listed = _with_options(listed, tune, swap_host_module)
+    named = choose_hosts(listed, plan, [*chosen.needs, *(need or [])], until_decided)
     if until_decided:
         from vringlab.analysis import judgement
 
@@ -201,6 +221,48 @@ def _hosts(urls: list[str] | None, file: Path | None) -> list[Host]:
     listed = hosts.read_hosts(file) if file is not None else []
     asked = hosts.from_urls(urls or [])
     return [*listed, *asked] or hosts.from_urls([hosts.EMBEDDED])
+
+
+def _with_options(listed: list[Host], tune: bool, swap_host_module: bool) -> list[Host]:
+    from vringlab.lab.remote import with_options
+
+    urls = [with_options(host.url, tune=tune, swap_host_module=swap_host_module) for host in listed]
+    return [host.model_copy(update={"url": url}) for host, url in zip(listed, urls, strict=True)]
+
+
+@app.command()
+def doctor(
+    host: Annotated[
+        str, typer.Argument(help="ssh://[user@]host[:port]; this machine when not given.")
+    ] = "embedded",
+    json: Annotated[bool, typer.Option("--json", help="Print a record instead.")] = False,
+    boot: Annotated[
+        bool,
+        typer.Option(help="Copy the image there (once, 350 MB) and boot a guest under its KVM."),
+    ] = True,
+) -> None:
+    """Examine a KVM host: what it lacks, what changes figures there, and what to do about it.
+
+    Nothing is changed on it but the image that is kept in /var/cache/vringlab. Exit status: 0
+    usable, 3 something is missing that must be there.
+    """
+    from rich.console import Console
+
+    from vringlab.collect import diagnose
+    from vringlab.report import doctor_view
+
+    def step(text: str) -> None:
+        print(f"  {text}", file=sys.stderr, flush=True)
+
+    found = diagnose(host, boot=boot, on_step=step)
+    if json:
+        from json import dumps
+
+        print(dumps(found, indent=1))
+    else:
+        Console().print(doctor_view.terminal(found))
+    if not found["usable"]:
+        raise typer.Exit(3)
 
 
 @app.command()

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from vringlab.analysis.frames import RunFrames, load_run
 from vringlab.campaign import experiment as experiments
@@ -37,16 +38,19 @@ if TYPE_CHECKING:
 Switch = Literal["swap", "reboot"]
 OnStep = Callable[[str], None]
 
-#: Hosts that measure. `replay` and `replay:PATH` read instead.
+#: Hosts that measure, beside ssh://[user@]host[:port]. `replay` and `replay:PATH` read instead.
 MEASURING = ("embedded",)
 REPLAY = "replay"
+#: The recorded diagnosis of a host, below the data.
+DIAGNOSIS = "recorded/doctor/user-host.json"
 
 
 class RunParameters(NotebookParameters):
     """Parameters of a notebook that looks at one run; see `collect`.
 
     Attributes:
-        host: `replay`, `replay:PATH` or `embedded`; several hosts with commas.
+        host: `replay`, `replay:PATH`, `embedded` or `ssh://[user@]host[:port]`; several hosts
+            with commas.
         profile: How much to measure.
         seed: What the order of cells is drawn from.
         params: Values by parameter, one or a list; empty for the experiment's own.
@@ -81,6 +85,25 @@ class RunParameters(NotebookParameters):
         )
 
 
+class HostParameters(RunParameters):
+    """Parameters of the notebook on a user's host.
+
+    Attributes:
+        boot: Whether a guest is booted under its KVM.
+    """
+
+    boot: bool
+
+    def diagnose(self) -> dict[str, Any]:
+        """Examine the host; the recorded diagnosis where the run is a recorded one too.
+
+        Raises:
+            UserError, TransientError, InfrastructureError: as for `diagnose`.
+        """
+        replayed = self.host.partition(":")[0] == REPLAY
+        return diagnose(REPLAY if replayed else self.host, boot=self.boot)
+
+
 def collect(
     experiment: str,
     *,
@@ -97,7 +120,8 @@ def collect(
         experiment: Name of the experiment.
         host: `replay`: the recording that comes with the collection. `replay:PATH`: a run folder
             or bundle, or the id of a run made here. `embedded`: measure now, with progress;
-            `embedded,embedded`: on two of them at once.
+            `embedded,embedded`: on two of them at once. `ssh://[user@]host[:port]`: on a machine
+            of yours.
         profile: How much to measure: `smoke`, `quick` or `full`. A recording has its own; when
             it is another one, the run's notes say so.
         seed: What the order of cells is drawn from.
@@ -131,10 +155,15 @@ def check_host(host: str) -> None:
     Raises:
         UserError: an unknown host.
     """
-    if host not in MEASURING:
+    if host.startswith("ssh://"):
+        from vringlab.lab import remote
+
+        remote.parse(host)
+    elif host not in MEASURING:
         raise UserError(
             f"unknown host {host!r}",
-            remedy="`embedded` measures here; `replay` and `replay:PATH` read a recorded run in a "
+            remedy="`embedded` measures here, ssh://[user@]host[:port] on a machine of yours; "
+            "`replay` and `replay:PATH` read a recorded run in a "
             "notebook (on the command line: vringlab show PATH)",
         )
 
@@ -241,7 +270,13 @@ def measure(
     opened.update_provenance({"run": {"hosts": [host.as_record() for host in hosts]}})
     openers = {
         host.name: functools.partial(
-            session.open_session, experiment, needed, host=host.url, switch=switch, probes=probes
+            session.open_session,
+            experiment,
+            needed,
+            host=host.url,
+            switch=switch,
+            probes=probes,
+            run=opened.run_id,
         )
         for host in hosts
     }
@@ -325,6 +360,50 @@ def open_lab(host: str = REPLAY, experiment: str = "vsock-direct-enqueue") -> Op
         return transcript.replay(host.removeprefix(REPLAY).removeprefix(":"))
     check_host(host)
     return transcript.live(experiments.load(experiment), host, print_step)
+
+
+def diagnose(
+    host: str = REPLAY, *, boot: bool = True, on_step: OnStep | None = None
+) -> dict[str, Any]:
+    """What a machine has and lacks as a KVM host; a record, see `lab.doctor.Diagnosis`.
+
+    Args:
+        host: `ssh://[user@]host[:port]`; `embedded` for this machine; `replay` for the recorded
+            diagnosis that comes with the collection, `replay:PATH` for another file.
+        boot: Copy the image to the host and boot a guest under its KVM.
+        on_step: Told what is being done; printed when None.
+
+    Raises:
+        UserError: an unknown host, or a recording that is not there or not readable.
+        InfrastructureError, TransientError: the host refuses us, or does not answer.
+    """
+    from vringlab.image import build
+    from vringlab.image.recipe import Recipe
+    from vringlab.lab import doctor
+
+    told = on_step or print_step
+    if host == REPLAY or host.startswith(f"{REPLAY}:"):
+        name = host.removeprefix(REPLAY).removeprefix(":")
+        path = Path(name) if name else settings().data / DIAGNOSIS
+        if not path.is_absolute() and not path.exists():
+            path = settings().root / path
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{path} holds no diagnosis: {error}",
+                remedy="record one with `vringlab doctor HOST --json > FILE`",
+            ) from None
+        read: dict[str, Any] = doctor.Diagnosis.from_record(record).as_record()
+        return {**read, **record}
+    check_host(host)
+    if host.startswith("ssh://"):
+        make = functools.partial(build.ensure_image, on_step=told) if boot else None
+        return doctor.examine(host, make, on_step=told).as_record()
+    # Not built for this alone: without it the probe of KVM is only shorter.
+    digest = Recipe(suite=settings().suite).digest()
+    image = build.load(settings().cache / "images" / digest) if boot else None
+    return doctor.examine_here(image).as_record()
 
 
 def _as_list(values: Value | Sequence[Value]) -> list[Value]:

@@ -47,6 +47,11 @@ class Settings(BaseSettings):
     suite: str = Field(default="trixie", description="Debian suite of the image and build root.")
     lab_cpus: int = Field(default=4, ge=4, le=64, description="vCPUs of the embedded host.")
     lab_memory_mib: int = Field(default=4096, ge=3072, description="Memory of the embedded host.")
+    host_cache: str = Field(
+        default="/var/cache/vringlab",
+        pattern="^/[A-Za-z0-9/._-]+$",
+        description="Folder on a host of the user's own that keeps the image.",
+    )
     boot_timeout: float = Field(default=240.0, gt=0, description="Seconds to reach SSH.")
 
     @property

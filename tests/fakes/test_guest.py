@@ -44,7 +44,18 @@ def machine() -> FakeMachine:
 def host(machine: FakeMachine, tmp_path: Path) -> HostMachine:
     image = Image(tmp_path, "0" * 16, "trixie", "6.12.1", "6.12.1-1", {}, "ssh-ed25519 AAAA")
     image.initrd.write_bytes(b"initrd")
-    return cast(HostMachine, SimpleNamespace(machine=machine, image=image, kind="emulated"))
+    changes: list[str] = []
+    return cast(
+        HostMachine,
+        SimpleNamespace(
+            machine=machine,
+            image=image,
+            kind="emulated",
+            root_disk="/dev/vda",
+            on_change=changes.append,
+            changes=changes,
+        ),
+    )
 
 
 # --- preparing the host --------------------------------------------------------------------
@@ -54,6 +65,8 @@ def test_a_host_is_prepared(host: HostMachine, machine: FakeMachine) -> None:
     machine.answers["."] = OK
     guest.prepare_host(host)
     assert machine.files == {f"{WORK}/initrd": b"initrd"}
+    # A host of the user's learns how to take the devices away before they are made.
+    assert [undo.split()[-1] for undo in host.changes] == ["vringlab0", "vringlab-b0"]  # type: ignore[attr-defined]  # the fake's
 
 
 @pytest.mark.parametrize("missing", ["kvm", "vhost-vsock", "vhost-net", "net/tun"])

@@ -49,6 +49,8 @@ class World:
     log: list[str] = field(default_factory=list)
     hosts: list[HostLike] = field(default_factory=list)
     loaded: str = OWN
+    changes: list[str] = field(default_factory=list)
+    lost_is_undone: bool = False
 
     @contextlib.contextmanager
     def open_host(self) -> Iterator[HostMachine]:
@@ -63,7 +65,15 @@ class World:
         }
         self.hosts.append(host)
         self.log.append("open host")
-        yield cast(HostMachine, SimpleNamespace(machine=host, kind=self.kind))
+        yield cast(
+            HostMachine,
+            SimpleNamespace(
+                machine=host,
+                kind=self.kind,
+                on_change=self.changes.append,
+                lost_is_undone=self.lost_is_undone,
+            ),
+        )
         self.log.append("close host")
 
     def _replace(self, command: str) -> Answer:
@@ -247,6 +257,25 @@ def test_a_users_own_host_that_is_lost_is_an_error(world: World, opened: Opened)
         session.boot("b01", {})
         session.switch("arm")
         world.hosts[0].alive = False
+
+
+def test_a_users_own_host_that_restores_itself_is_none(world: World, opened: Opened) -> None:
+    world.kind, world.lost_is_undone = "physical", True
+    with opened() as session:
+        session.boot("b01", {})
+        session.switch("arm")
+        world.hosts[0].alive = False
+    assert "restore" not in world.steps()
+
+
+def test_how_a_swap_is_undone_is_noted_once_and_before_it(world: World, opened: Opened) -> None:
+    with opened() as session:
+        session.boot("b01", {})
+        session.switch("arm")
+        session.switch("arm")
+    (undo,) = world.changes
+    assert OWN in undo
+    assert "rmmod vhost_net; modprobe vhost_net" in undo
 
 
 # --- a host that is lost -------------------------------------------------------------------

@@ -30,6 +30,7 @@ from vringlab.lab.embedded import HostMachine, embedded_host
 from vringlab.lab.guest import Guest, GuestSpec, boot_guest, prepare_host
 from vringlab.lab.lab import Lab
 from vringlab.lab.probe import Probe, counting
+from vringlab.lab.remote import PREFIX, undo_swap, user_host
 from vringlab.lab.swap import loaded_build_id, restore_host, swap, swap_host
 from vringlab.settings import settings
 from vringlab.workloads import base
@@ -225,8 +226,10 @@ class MachineSession:
         self._guest_stack.close()
 
     def _restore(self) -> None:
-        # A machine of ours that died takes its modules with it.
-        if self._host.kind != "physical" and not self._host.machine.alive:
+        # A machine of ours that died takes its modules with it, and a user's restores them itself.
+        if (self._host.kind != "physical" or self._host.lost_is_undone) and (
+            not self._host.machine.alive
+        ):
             return
         for module, build_id in self._shipped.items():
             try:
@@ -292,7 +295,9 @@ class MachineSession:
         if self._switch == "reboot":
             self._end_guest()
         if built.module not in self._shipped:
-            self._shipped[built.module] = loaded_build_id(self._host.machine, built.module)
+            before = loaded_build_id(self._host.machine, built.module)
+            self._host.on_change(undo_swap(built.module, before))
+            self._shipped[built.module] = before
         swap_host(self._host, self._guest, built)
         if self._switch == "reboot":
             self._boot()
@@ -392,11 +397,17 @@ def as_probes(probes: Probes) -> list[Probe]:
 
 
 @contextmanager
-def _host(name: str, image: Image, on_step: OnStep) -> Iterator[HostMachine]:
+def _host(name: str, image: Image, on_step: OnStep, run: str) -> Iterator[HostMachine]:
+    if name.startswith(PREFIX):
+        with user_host(name, image, run=run, on_step=on_step) as host:
+            prepare_host(host)
+            yield host
+        return
     if name != "embedded":
         raise UserError(
             f"unknown host {name!r}",
-            remedy="use `embedded`; a recorded run is read with `vringlab show` and `report`",
+            remedy="use `embedded` or ssh://[user@]host[:port]; a recorded run is read with "
+            "`vringlab show` and `report`",
         )
     accelerator = accel.choose(image, settings().accel)
     with embedded_host(image, accelerator, on_step=on_step) as host:
@@ -413,19 +424,22 @@ def open_session(
     switch: Switch = "swap",
     on_step: OnStep = lambda _: None,
     probes: Probes | None = None,
+    run: str = "",
 ) -> Iterator[MachineSession]:
     """A session on a host with everything built that the arms need.
 
     Args:
         experiment: The experiment.
         arms: Names of the arms that will be loaded.
-        host: `embedded`.
+        host: `embedded`, or `ssh://[user@]host[:port]`.
         switch: How an arm is loaded.
         on_step: Told what is being done; called from a second thread too.
         probes: What is counted to see which path packets take; nothing when None.
+        run: The run that it is for; whoever finds a user's host busy is told.
 
     Raises:
-        UserError: an unknown host, or an arm that cannot be built.
+        UserError: an unknown host, one whose modules may not be replaced as the arms need, or an
+            arm that cannot be built.
         InfrastructureError: a tool, a machine or the disk failed.
     """
     budget = Budget()
@@ -437,7 +451,14 @@ def open_session(
             build_arms, experiment, arms, image, on_step
         )
         with budget.phase("set-up"):
-            lease = stack.enter_context(HostLease(lambda: _host(host, image, on_step)))
+            lease = stack.enter_context(HostLease(lambda: _host(host, image, on_step, run)))
+            if experiment.side == "host" and lease.host.swap_refusal:
+                raise UserError(
+                    f"the arms of {experiment.name} are modules of the KVM host: "
+                    f"{lease.host.swap_refusal}",
+                    remedy="they would replace the host's own for the length of the run",
+                    host=lease.host.machine.name,
+                )
         with budget.phase("build"):
             built = modules.result()
         yield stack.enter_context(

@@ -12,9 +12,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from vringlab.errors import InfrastructureError
+from vringlab.errors import InfrastructureError, TransientError
 from vringlab.image.build import Image
 from vringlab.transport import local
+from vringlab.transport.ssh import Machine
 
 QEMU = "qemu-system-x86_64"
 QEMU_MISSING = "install qemu-system-x86, or run `make setup`"
@@ -45,6 +46,17 @@ class Accelerator:
         return "nested" if self.name == "kvm" else "emulated"
 
 
+_ROM_ARGV = (
+    *("-machine", "pc", "-m", "16", "-no-reboot"),
+    *("-device", "isa-debug-exit,iobase=0xf4,iosize=4"),
+)
+_UNDER_KVM = (QEMU, "-accel", "kvm", "-cpu", "host", "-nodefaults", "-display", "none")
+_LINUX_ARGV = (
+    *("-machine", "q35", "-m", "512", "-no-reboot", "-serial", "stdio"),
+    *("-append", "console=ttyS0 panic=-1 quiet vringlab.role=probe"),
+)
+
+
 def _last_line(text: str) -> str:
     lines = text.strip().splitlines()
     return lines[-1].removeprefix(f"{QEMU}: ") if lines else "no message"
@@ -54,7 +66,7 @@ def _attempt(argv: list[str], deadline_s: float) -> local.Completed | None:
     """Run QEMU under KVM; None when it hung."""
     try:
         return local.run(
-            [QEMU, "-accel", "kvm", "-cpu", "host", "-nodefaults", "-display", "none", *argv],
+            [*_UNDER_KVM, *argv],
             timeout=deadline_s,
             check=False,
             remedy_missing=QEMU_MISSING,
@@ -82,32 +94,63 @@ def kvm_fault(image: Image | None, device: Path = Path("/dev/kvm")) -> str:
     with tempfile.TemporaryDirectory() as folder:
         rom = Path(folder) / "probe.rom"
         rom.write_bytes(_ROM)
-        done = _attempt(
-            [
-                *("-machine", "pc", "-m", "16", "-bios", str(rom), "-no-reboot"),
-                *("-device", "isa-debug-exit,iobase=0xf4,iosize=4"),
-            ],
-            _ROM_DEADLINE_S,
-        )
+        done = _attempt([*_ROM_ARGV, "-bios", str(rom)], _ROM_DEADLINE_S)
+    fault = _rom_fault(done, device)
+    if fault or image is None:
+        return fault
+    boot = ("-kernel", str(image.kernel), "-initrd", str(image.initrd))
+    return _linux_fault(_attempt([*_LINUX_ARGV, *boot], _KERNEL_DEADLINE_S), device)
+
+
+def _rom_fault(done: local.Completed | None, device: Path) -> str:
     if done is None:
         return f"{device} exists but a guest of four instructions hung under it"
     if done.returncode != _ROM_STATUS:
         return f"{device} exists but a guest aborted under it: {_last_line(done.stderr)}"
-    if image is None:
-        return ""
-    done = _attempt(
-        [
-            *("-machine", "q35", "-m", "512", "-no-reboot", "-serial", "stdio"),
-            *("-kernel", str(image.kernel), "-initrd", str(image.initrd)),
-            *("-append", "console=ttyS0 panic=-1 quiet vringlab.role=probe"),
-        ],
-        _KERNEL_DEADLINE_S,
-    )
+    return ""
+
+
+def _linux_fault(done: local.Completed | None, device: Path) -> str:
     if done is None:
         return f"{device} exists but a Linux guest hung under it"
     if "probe booted" not in done.stdout:
         return f"{device} exists but a Linux guest died under it: {_last_line(done.stderr)}"
     return ""
+
+
+def host_kvm_fault(machine: Machine, image: Image | None = None, kernel: str = "vmlinuz") -> str:
+    """Why KVM cannot be used on another host; an empty string when a probe guest booted there.
+
+    Args:
+        machine: The host, as root in the image.
+        image: Its kernel is booted as the second stage; only the firmware is tried when None.
+        kernel: Which form of it: `vmlinuz`, or `vmlinux` on an emulated host.
+
+    Raises:
+        InfrastructureError: the host has no room for the probe.
+        TransientError: the connection was lost.
+    """
+    device = Path("/dev/kvm")
+    if machine.run(["test", "-c", str(device)], check=False).returncode != 0:
+        return f"there is no {device}: switch virtualisation on in the firmware, load kvm_*"
+
+    def attempt(argv: list[str], deadline_s: float) -> local.Completed | None:
+        try:
+            return machine.run([*_UNDER_KVM, *argv], timeout=deadline_s, check=False)
+        except TransientError:
+            if machine.alive:
+                return None
+            raise
+
+    # An emulated host takes seconds to start a QEMU.
+    rom = "/tmp/vringlab-probe.rom"
+    machine.put(_ROM, rom)
+    fault = _rom_fault(attempt([*_ROM_ARGV, "-bios", rom], 4 * _ROM_DEADLINE_S), device)
+    if fault or image is None:
+        return fault
+    machine.put(image.initrd, "/tmp/vringlab-probe.initrd")
+    boot = ("-kernel", f"/boot/{kernel}-{image.release}", "-initrd", "/tmp/vringlab-probe.initrd")
+    return _linux_fault(attempt([*_LINUX_ARGV, *boot], 6 * _KERNEL_DEADLINE_S), device)
 
 
 def _nested_fault() -> str:

@@ -53,6 +53,11 @@ class HostMachine:
         qemu_argv: Command line of the QEMU that runs it (empty for a physical host).
         console: Its console's log.
         vcpu_threads: Threads of its virtual processors on this machine.
+        root_disk: The image as the host sees it: the guest's root disk.
+        on_change: Told how a change of the host is undone, one line of shell text, before it is
+            made. A host of ours ends with the run and need not remember.
+        swap_refusal: Why its modules may not be replaced; empty when they may.
+        lost_is_undone: Whether the host undoes all by itself when the connection is lost.
     """
 
     machine: Machine
@@ -62,6 +67,10 @@ class HostMachine:
     qemu_argv: tuple[str, ...]
     console: Path
     vcpu_threads: tuple[int, ...]
+    root_disk: str = "/dev/vda"
+    on_change: Callable[[str], None] = lambda _: None
+    swap_refusal: str = ""
+    lost_is_undone: bool = False
 
 
 def _labs() -> Path:

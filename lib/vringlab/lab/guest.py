@@ -158,7 +158,13 @@ def nic_mac(index: int) -> str:
 
 
 def qemu_argv(
-    spec: GuestSpec, *, release: str, host_kind: str, cid: int, qmp_port: int
+    spec: GuestSpec,
+    *,
+    release: str,
+    host_kind: str,
+    cid: int,
+    qmp_port: int,
+    root_disk: str = "/dev/vda",
 ) -> list[str]:
     """QEMU's command line on the KVM host; pure, so that it can be read before anything boots."""
     emulated = host_kind == "emulated"
@@ -188,7 +194,7 @@ def qemu_argv(
             f"{WORK}/initrd",
         ),
         *("-append", " ".join(append.split())),
-        *("-drive", "file=/dev/vda,if=none,id=root,format=raw,readonly=on,file.locking=off"),
+        *("-drive", f"file={root_disk},if=none,id=root,format=raw,readonly=on,file.locking=off"),
         *("-device", "virtio-blk-pci,drive=root"),
         *(
             "-netdev",
@@ -231,6 +237,8 @@ def prepare_host(host: HostMachine) -> None:
     )
     machine.put(host.image.initrd, f"{WORK}/initrd")
     taps = {_TAP: _HOST_ADDRESS, vhost_nic.TAP: vhost_nic.HOST_ADDRESS}
+    for tap in taps:
+        host.on_change(f"[ ! -d /sys/class/net/{tap} ] || ip link delete {tap}")
     machine.run(
         " && ".join(
             f"{{ ip link show {tap} >/dev/null 2>&1 || {{ ip tuntap add {tap} mode tap && "
@@ -247,7 +255,12 @@ def _launch(host: HostMachine, spec: GuestSpec) -> tuple[int, tuple[str, ...], i
     cid, port = next(cids), next(ports)
     for _ in range(_TRIES):
         argv = qemu_argv(
-            spec, release=host.image.release, host_kind=host.kind, cid=cid, qmp_port=port
+            spec,
+            release=host.image.release,
+            host_kind=host.kind,
+            cid=cid,
+            qmp_port=port,
+            root_disk=host.root_disk,
         )
         done = host.machine.run(
             f"rm -f {WORK}/console.log {WORK}/qemu.pid; taskset -c 0 {shlex.join(argv)} && "
