@@ -10,15 +10,136 @@ import pandas as pd
 
 from vringlab.analysis.frames import RunFrames, load_run
 from vringlab.campaign import experiment as experiments
-from vringlab.campaign.experiment import Profile, Value
-from vringlab.campaign.fake import FakeSession
+from vringlab.campaign.experiment import Arm, Profile, Value, WorkloadUse
+from vringlab.campaign.fake import FakeSession, FakeWorkload
 from vringlab.campaign.plan import make_plan
 from vringlab.campaign.runner import execute
 from vringlab.campaign.store import Store
+from vringlab.workloads.base import Params
 
 VSOCK, NET = "vsock-direct-enqueue", "virtio-net-napi-tx"
+RX_POLL, NETPERF = "vhost-net-rx-poll", "virtio-net-netperf"
+MERGE, THROUGHPUT = "vsock-skb-merge", "vsock-throughput"
 
 EFFECTS = {"rfc-v1": 0.9, "direct": 0.8, "rfc": 0.75, "merged": 0.62}
+EFFECTS |= {"2014": 0.88, "shipped": 0.95, "merge": 0.8}
+
+
+class NetperfParams(Params):
+    """Parameters of netperf, for plans without machines."""
+
+    direction: str = "guest-rx"
+    size: int = 64
+    sessions: int = 1
+    vcpus: int = 1
+
+
+class StreamParams(Params):
+    """Parameters of vsock-stream, for plans without machines."""
+
+    threads: int = 1
+    payload: int | str = 64
+    sizes: str = "fixed"
+    direction: str = "g2h"
+    type: str = "stream"
+
+
+_MODELS: Mapping[str, type[Params]] = {"netperf": NetperfParams, "vsock-stream": StreamParams}
+
+
+def find_fake(name: str) -> FakeWorkload:
+    """A stand-in for a workload, with parameters of its own names."""
+    return FakeWorkload(name, params=_MODELS[name])
+
+
+def _points(*directions: str, sizes: list[Value], sessions: list[Value]) -> dict[str, list[Value]]:
+    return {"direction": [*directions], "size": sizes, "sessions": sessions}
+
+
+_STREAM_SIZES: list[Value] = [64, 256, 1024, 4096, 16384, 65535]
+_SESSIONS: list[Value] = [1, 2, 4, 8]
+
+#: Streams and transactions by size and sessions: of the seed's matrix a corner, or all of it.
+FORMS: Mapping[str, tuple[tuple[str, ...], str, list[dict[str, list[Value]]]]] = {
+    "corner": (
+        ("always-polling", "shipped", "2014"),
+        "netperf",
+        [
+            _points("guest-rx", "guest-tx", sizes=[256, 16384], sessions=[1, 4]),
+            _points("rr", sizes=[256], sessions=[1, 25]),
+        ],
+    ),
+    "whole": (
+        ("always-polling", "shipped", "2014"),
+        "netperf",
+        [
+            _points("guest-rx", "guest-tx", sizes=_STREAM_SIZES, sessions=_SESSIONS),
+            _points("rr", sizes=[256, 4096], sessions=[1, 25, 50]),
+        ],
+    ),
+    "one point": (
+        ("stock", "rfc", "merged"),
+        "netperf",
+        [_points("guest-tx", sizes=[65535], sessions=[1])],
+    ),
+    "threads": (
+        ("queued", "rfc-v1", "direct"),
+        "vsock-stream",
+        [{"payload": [4096, 65536], "threads": [1, 2, 4], "direction": ["g2h"]}],
+    ),
+    "payloads": (
+        ("queued", "direct"),
+        "vsock-stream",
+        [{"payload": [64, 4096, 65536, 131072], "threads": [1], "direction": ["g2h", "h2g"]}],
+    ),
+    "sizes": (
+        ("no-merge", "merge"),
+        "vsock-stream",
+        [
+            {"payload": [16, 65536], "threads": [64], "direction": ["g2h", "h2g"]},
+            {"payload": ["4096-8192"], "sizes": ["normal"], "threads": [64], "direction": ["g2h"]},
+        ],
+    ),
+}
+
+
+def make_form(folder: Path, name: str, form: str, boots: int = 2, blocks: int = 2) -> Path:
+    """Execute a plan of one of `FORMS` with random figures; the run's folder.
+
+    Args:
+        folder: Where run folders are made.
+        name: Whose claims the run is held against; its experiment file need not be there.
+        form: Key of `FORMS`.
+        boots: Guest lifetimes.
+        blocks: Blocks in each.
+    """
+    arms, workload, matrices = FORMS[form]
+    size = Profile(boots=boots, blocks_per_boot=blocks, duration_s=1)
+    made = experiments.load(NET).model_copy(
+        update={
+            "name": name,
+            "title": f"simulated: {name}",
+            "reference": arms[0],
+            "arms": tuple(Arm(name=arm, summary=arm) for arm in arms),
+            "profiles": dict.fromkeys(experiments.PROFILES, size),
+        }
+    )
+    plans = [
+        make_plan(
+            made.model_copy(update={"workloads": (WorkloadUse(workload=workload, matrix=matrix),)}),
+            "quick",
+            7,
+            find=find_fake,
+        )
+        for matrix in matrices
+    ]
+    # A matrix whose rows have columns of their own is more than one product of values.
+    every = (cell for plan in plans for cell in plan.cells)
+    cells = sorted(every, key=lambda cell: (cell.block, plans[0].arms.index(cell.arm_name)))
+    plan = replace(plans[0], cells=tuple(cells))
+    with Store.create(plan, folder) as store:
+        session = FakeSession(seed=3, effects=EFFECTS)
+        return execute(store, lambda: session, find=find_fake).path
 
 
 #: Two points each: enough to tell apart what a figure must, and quick to draw.

@@ -157,9 +157,7 @@ class FakeSession:
         problems = ("simulated short reads",) if short else ()
         return self._outcome(metrics, (histogram,), problems, duration_s)
 
-    def paths(
-        self, arm: str, points: Sequence[tuple[str, Mapping[str, Value]]]
-    ) -> list[PathPass]:
+    def paths(self, arm: str, points: Sequence[tuple[str, Mapping[str, Value]]]) -> list[PathPass]:
         """Draw a count for every counter; see `campaign.runner.Session`."""
         assert self._probes is not None, "sees_paths says so"
         self.calls.append(("paths", arm, [dict(params) for _, params in points]))

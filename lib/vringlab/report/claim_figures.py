@@ -20,20 +20,14 @@ from vringlab.analysis.audit_versions import payload
 from vringlab.analysis.claims import Claim
 from vringlab.analysis.finding import RULES, Finding, figures_text, point_text, versions_text
 from vringlab.analysis.rounding import percent_of, printed, raw_ratio
-from vringlab.analysis.units import metric, percent_text
+from vringlab.analysis.units import percent_text
 from vringlab.errors import UserError
+from vringlab.report.netperf_matrix import COLUMNS, DIRECTIONS, FULL_COLOUR
 from vringlab.settings import settings
 
-_BLOCKS = {"guest-rx": "guest rx stream", "guest-tx": "guest tx stream", "rr": "TCP_RR"}
-# Rates of one column: a stream's and, in the TCP_RR block, transactions'.
-_COLUMNS = (
-    (("throughput", "transactions"), "throughput"),
-    (("cpu",), "host CPU"),
-    (("throughput_per_cpu", "transactions_per_cpu"), "normalised throughput"),
-)
 # Brown to green, readable with red-green blindness; white is no change.
 _COLOURS = "BrBG"
-_LIMIT = 20.0
+_LIMIT = 100 * FULL_COLOUR
 # Columns of text that may run over several lines.
 _SENTENCES = ("point", "finding", "what it asks", "where it comes from")
 _STANDING, _ENDED, _MARK = "#00696b", "#8a8a8a", "#d1006c"
@@ -174,7 +168,9 @@ def heat_maps(claims: Sequence[Claim], findings: Sequence[Finding] = ()) -> Figu
     Raises:
         UserError: no claim has such parameters.
     """
-    blocks = [block for block in _BLOCKS if any(c.params.get("direction") == block for c in claims)]
+    blocks = [
+        block for block in DIRECTIONS if any(c.params.get("direction") == block for c in claims)
+    ]
     if not blocks:
         raise UserError(
             "no claims of a netperf matrix to draw",
@@ -183,36 +179,35 @@ def heat_maps(claims: Sequence[Claim], findings: Sequence[Finding] = ()) -> Figu
         )
     repeated = {name for item in findings if item.kind == "duplicate-row" for name in item.claims}
     frames = {
-        (block, column): matrix_frame(claims, block, names)
+        (block, column): matrix_frame(claims, block, each.metrics)
         for block in blocks
-        for column, (names, _) in enumerate(_COLUMNS)
+        for column, each in enumerate(COLUMNS)
     }
     heights = [len(frames[(block, 0)].index) for block in blocks]
     widest = max(len(frame.columns) for frame in frames.values())
     figure, axes = plt.subplots(
         len(blocks),
-        len(_COLUMNS),
+        len(COLUMNS),
         figsize=(12.5, 1.5 + 0.62 * sum(heights)),
         height_ratios=heights,
         layout="constrained",
         squeeze=False,
     )
     for row, block in enumerate(blocks):
-        for column, (names, title) in enumerate(_COLUMNS):
+        for column, each in enumerate(COLUMNS):
             framed = {
                 (claim.params["size"], claim.params["sessions"])
                 for claim in claims
                 if claim.id in repeated
-                and claim.metric in names
+                and claim.metric in each.metrics
                 and claim.params["direction"] == block
             }
-            better = metric(names[0]).better
-            _heat_map(axes[row, column], frames[(block, column)], better, widest, framed)
+            _heat_map(axes[row, column], frames[(block, column)], each.better, widest, framed)
             if row == 0:
-                arrow = "higher" if better > 0 else "lower"
-                axes[row, column].set_title(f"{title}\n({arrow} is better)", fontsize=10)
+                arrow = "higher" if each.better > 0 else "lower"
+                axes[row, column].set_title(f"{each.title}\n({arrow} is better)", fontsize=10)
             if column == 0:
-                axes[row, column].set_ylabel(f"{_BLOCKS[block]}\nsessions")
+                axes[row, column].set_ylabel(f"{DIRECTIONS[block]}\nsessions")
         axes[row, 0].set_xlabel("message size (B)", loc="left")
     _matrix_legend(figure, axes, bool(repeated))
     figure.suptitle(

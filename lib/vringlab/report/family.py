@@ -23,8 +23,11 @@ class Family:
         name: Its name.
         metrics: Metrics it draws; it is asked for each workload that has one of them.
         headline: Those of them that the overview of effects shows.
-        draw: Draws one workload.
+        draw: Draws one workload. Where it gives no figure, the metrics are left to the panels that
+            every metric may have.
         covers: Metrics that need no figure of their own beside these, such as the inverse of one.
+        mapped: (summary, workload) -> whether its figures show so many changes that the overview
+            of effects has no room for them, and leaves them out.
         order: Place among the families.
     """
 
@@ -33,4 +36,5 @@ class Family:
     headline: tuple[str, ...]
     draw: Draw
     covers: tuple[str, ...] = ()
+    mapped: Callable[[Summary, str], bool] = lambda _summary, _workload: False
     order: int = 0

@@ -24,6 +24,7 @@ from vringlab.report.family import Family
 from vringlab.report.forest import effects
 from vringlab.report.marks import Mark, published
 from vringlab.report.panels import Column, arm_panels
+from vringlab.report.path_view import path_figure
 from vringlab.report.summary import Summary, metric_order, run_notes, summarise
 from vringlab.report.time_budget import time_figure
 
@@ -60,7 +61,7 @@ def figures_for(
     """All figures of a run by name, in the order of a report. Never raises for a fault of the data.
 
     Names are `KIND` or, where several workloads have a kind, `KIND-WORKLOAD`: `latency`,
-    `round-trips`, `packets`, `interrupts`, `figures`; then `effects` and `time`.
+    `round-trips`, `packets`, `interrupts`, `figures`; then `effects`, `path` and `time`.
 
     Args:
         run: The run, or its summary over `drawn_metrics`.
@@ -81,6 +82,9 @@ def figures_for(
         forest = effects(summary, _headline(summary, marks), width, notes, marks)
         if forest is not None:
             figures["effects"] = forest
+        path = path_figure(summary, width, notes)
+        if path is not None:
+            figures["path"] = path
         time = time_figure(summary, width, notes)
         if time is not None:
             figures["time"] = time
@@ -95,10 +99,12 @@ def _workload_figures(
         left = [name for name in there if name != "none"]
         for family in families():
             if any(name in family.metrics for name in there):
-                for kind, figure in family.draw(summary, workload, width, notes).items():
+                made = family.draw(summary, workload, width, notes)
+                for kind, figure in made.items():
                     yield kind, workload, figure
-            done = {*family.metrics, *family.covers}
-            left = [name for name in left if name not in done]
+                # Families may share a metric; one that drew nothing has not shown it.
+                done = {*family.metrics, *family.covers} if made else set()
+                left = [name for name in left if name not in done]
         columns = [Column(name, name, log=name in _LOG) for name in left]
         # Three across is what a row has room for.
         for start in range(0, len(columns), 3):
@@ -122,8 +128,20 @@ def _headline(summary: Summary, marks: Sequence[Mark]) -> list[str]:
     shown = {name for family in families() for name in family.headline}
     shown |= {mark.metric for mark in marks if any(mark.fits(row) for row in summary.rows)}
     there = [name for workload in summary.workloads for name in summary.metrics(workload)]
-    names = [name for name in METRICS if name in there]
+    names = [name for name in METRICS if name in there and name not in _mapped(summary)]
     return [name for name in names if name in shown or name not in known]
+
+
+def _mapped(summary: Summary) -> set[str]:
+    """Metrics whose changes are too many for the overview, and stand in heat maps."""
+    return {
+        name
+        for family in families()
+        for workload in summary.workloads
+        if family.mapped(summary, workload)
+        for name in family.metrics
+        if name in summary.metrics(workload)
+    }
 
 
 def save_figures(run: RunFrames | Summary, folder: Path | str, width: Width = "wide") -> list[Path]:

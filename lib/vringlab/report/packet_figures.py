@@ -18,7 +18,9 @@ _EVENTS = (
 
 
 def draw(summary: Summary, workload: str, width: Width, notes: bool) -> dict[str, RunFigure]:
-    """Rates on one figure, interrupts and kicks on another."""
+    """Rates on one figure, interrupts and kicks on another; none of what is no packet test."""
+    if not {"pps_tx", "pps_rx"} & set(summary.metrics(workload)):
+        return {}
     figures = {
         "packets": arm_panels(summary, workload, _RATES, "packets per second", width, notes),
         "interrupts": arm_panels(
