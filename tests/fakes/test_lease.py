@@ -17,7 +17,7 @@ from typing import cast
 
 import pytest
 from tests.fakes.fake_lab import Answer, FakeMachine
-from tests.fakes.processes import DEADLINE_S, alive, until
+from tests.fakes.processes import DEADLINE_S, alive, script, until
 from tests.fakes.ssh_server import Keys, RealServer, Server, SshServer, find_sshd
 
 from vringlab.errors import InfrastructureError, TransientError, UserError
@@ -150,18 +150,32 @@ def test_a_host_without_rights() -> None:
     assert "sudo without a password" in caught.value.remedy
 
 
+def test_all_is_done_by_sudo_where_the_user_is_not_root(
+    machine: Machine, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(tmp_path / "bin" / "sudo", f'echo "asked $*" > {tmp_path}/asked\nshift\nexec "$@"')
+    monkeypatch.setattr(leases, "root_prefix", lambda _: "sudo -n ")
+    user = machine.inside(f"env PATH={tmp_path}/bin:$PATH sh -c")
+    with take(user, state, "it's a run") as held:
+        held.open()
+        owner = Owner.parse((state / "owner").read_text())
+        assert owner is not None
+        assert owner.run == "it's a run"
+    assert (tmp_path / "asked").read_text().startswith("asked -n sh -c ")
+    held._chrooted = True
+    assert held.inside._prefix.startswith("sudo -n nsenter -t ")
+
+
 def test_a_host_without_flock(machine: Machine, state: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bin"
     bare.mkdir()
     for name in ("sh", "timeout", "mkdir"):
         (bare / name).symlink_to(f"/usr/bin/{name}")
-    poor = machine.inside(f"env PATH={bare} VRINGLAB_BARE=1 sh -c")
-    script = leases._text("host-session").replace(
-        "$PATH:/usr/local/sbin:/usr/sbin:/sbin", str(bare)
-    )
-    done = poor.run(
-        ["sh", "-c", script, "host-session", str(state), "{}", "x", "1", "", ""], check=False
-    )
+    poor = machine.inside(f"env PATH={bare} sh -c")
+    # The script adds the usual folders, where this machine has one.
+    text = leases._text("host-session").replace("$PATH:/usr/local/sbin:/usr/sbin:/sbin", str(bare))
+    arguments = [str(state), "{}", "x", "1", "", ""]
+    done = poor.run(["sh", "-c", text, "host-session", *arguments], check=False)
     assert done.returncode == 1
     assert "flock is missing" in done.stderr
 

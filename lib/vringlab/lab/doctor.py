@@ -440,7 +440,7 @@ def _load(known: Mapping[str, Any], guests: str) -> Check:
         "other load",
         "warn" if busy else "ok",
         "changes figures",
-        f"load {load:g} on {count} processors, {others} other guests",
+        f"load {load:g} on {count} processors, other guests: {others}",
         "whatever else runs is in the figures: end it, or measure when it is quiet" if busy else "",
     )
 
@@ -631,7 +631,8 @@ def examine_here(image: Image | None) -> Diagnosis:
         disk_mb=_DISK_MB if image else 3200,
     )
     rows += noise(parts, known, kind)
-    return Diagnosis("embedded", kind, _now(), time.monotonic() - begin, tuple(rows), known)
+    here = "this machine, for an embedded host"
+    return Diagnosis(here, kind, _now(), time.monotonic() - begin, tuple(rows), known)
 
 
 def _df(folder: Path) -> str:

@@ -34,6 +34,7 @@ ROOT_DISK = "/vringlab.squashfs"
 PATIENCE_S = 120.0
 _BEATS = 4
 _TAKE_S = 60.0
+_ANSWER_S = 5.0
 _OPEN_S = 120.0
 _NOTE_S = 60.0
 _END_S = 180.0
@@ -275,7 +276,8 @@ class Lease:
         """
         self._stop.set()
         if self._beats is not None:
-            self._beats.join()
+            # One that hangs in a dead connection is not waited for.
+            self._beats.join(_ANSWER_S)
         process = self._process
         if process is None:
             return
