@@ -27,7 +27,12 @@ from vringlab.errors import UserError, VringlabError
 
 #: Metrics that tables show when none are named: what the mails state of a workload. A workload
 #: that has none of them shows all that it has.
-HEADLINE = ("rtt_p1", "rtt_mean", "rtt_p99", "pps_tx", "pps_rx", "tx_interrupts")
+HEADLINE = (
+    *("rtt_p1", "rtt_mean", "rtt_p99"),
+    *("pps_tx", "pps_rx", "tx_interrupts"),
+    *("throughput", "transactions", "cpu", "throughput_per_cpu", "transactions_per_cpu"),
+    *("slab_peak", "slab_median"),
+)
 
 _NUMBER = re.compile(r"\d[\d.,]*")
 
@@ -256,7 +261,9 @@ def summarise(run: RunFrames, metrics: Sequence[str] | None = None, level: float
             here = at(samples, workload, params)
             if here.empty:
                 continue
-            for name in wanted or ["none"]:
+            # Not every point need have every metric: streams have no transactions.
+            there = set(here["metric"])
+            for name in [name for name in wanted if name in there] or wanted or ["none"]:
                 rows += _rows(run, here, workload, params, name, level)
     return Summary(run, tuple(rows), level)
 
