@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vringlab import __version__
+from vringlab import __version__, cli_lab
 from vringlab.errors import VringlabError
 
 if TYPE_CHECKING:
@@ -509,6 +509,9 @@ def build(
         chosen = experiments.load(name)
         for arm, built in build_arms(chosen, chosen.arm_names, image, step).items():
             print(f"{name} {arm}: {built.module} build-id {built.build_id}")
+
+
+cli_lab.register(app)
 
 
 def main() -> None:

@@ -39,7 +39,8 @@ Switch = Literal["swap", "reboot"]
 OnStep = Callable[[str], None]
 
 #: Hosts that measure, beside ssh://[user@]host[:port]. `replay` and `replay:PATH` read instead.
-MEASURING = ("embedded",)
+KEPT = "kept"
+MEASURING = ("embedded", KEPT)
 REPLAY = "replay"
 #: The recorded diagnosis of a host, below the data.
 DIAGNOSIS = "recorded/doctor/user-host.json"
@@ -120,8 +121,8 @@ def collect(
         experiment: Name of the experiment.
         host: `replay`: the recording that comes with the collection. `replay:PATH`: a run folder
             or bundle, or the id of a run made here. `embedded`: measure now, with progress;
-            `embedded,embedded`: on two of them at once. `ssh://[user@]host[:port]`: on a machine
-            of yours.
+            `embedded,embedded`: on two of them at once. `kept`: on the lab of `vringlab up`.
+            `ssh://[user@]host[:port]`: on a machine of yours.
         profile: How much to measure: `smoke`, `quick` or `full`. A recording has its own; when
             it is another one, the run's notes say so.
         seed: What the order of cells is drawn from.
@@ -185,6 +186,10 @@ def choose_hosts(
     """
     for host in hosts:
         check_host(host.url)
+        if host.url == KEPT:
+            from vringlab.campaign import kept
+
+            kept.get()
     chosen = host_names.choose(hosts, needs)
     if len(chosen) > len(plan.boots):
         raise UserError(
@@ -260,7 +265,7 @@ def measure(
         UserError, TransientError, InfrastructureError: as for `runner.execute`.
     """
     # Machines' libraries are loaded only where a machine is asked for.
-    from vringlab.campaign import session
+    from vringlab.campaign import kept, session
 
     needed = tuple(dict.fromkeys(cell.arm for cell in opened.plan.cells))
     told = on_step or print_step
@@ -268,8 +273,10 @@ def measure(
     probes = experiment.counted if experiment.profile(opened.plan.profile).paths else None
 
     opened.update_provenance({"run": {"hosts": [host.as_record() for host in hosts]}})
-    openers = {
-        host.name: functools.partial(
+    openers: dict[str, Opener] = {
+        host.name: functools.partial(kept.session, experiment, needed, switch=switch, probes=probes)
+        if host.url == KEPT
+        else functools.partial(
             session.open_session,
             experiment,
             needed,
@@ -347,8 +354,10 @@ def open_lab(host: str = REPLAY, experiment: str = "vsock-direct-enqueue") -> Op
     """A KVM host and a guest on it, to look around in; see `vringlab.transcript`.
 
     Args:
-        host: `embedded` boots both; `replay` or `replay:PATH` answers from a recorded session.
-        experiment: The experiment whose arms can be loaded.
+        host: `embedded` boots both; `kept` is the lab that `vringlab up` keeps; `replay` or
+            `replay:PATH` answers from a recorded session.
+        experiment: The experiment whose arms can be loaded; when None, the kept lab's own or
+            `vsock-direct-enqueue`.
 
     Raises:
         UserError: an unknown host, or no recorded session.
@@ -358,8 +367,11 @@ def open_lab(host: str = REPLAY, experiment: str = "vsock-direct-enqueue") -> Op
 
     if host == REPLAY or host.startswith(f"{REPLAY}:"):
         return transcript.replay(host.removeprefix(REPLAY).removeprefix(":"))
+    if host == KEPT:
+        return transcript.kept(experiment)
     check_host(host)
-    return transcript.live(experiments.load(experiment), host, print_step)
+    chosen = experiments.load(experiment or "vsock-direct-enqueue")
+    return transcript.live(chosen, host, print_step)
 
 
 def diagnose(

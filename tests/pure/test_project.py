@@ -158,7 +158,7 @@ LAYERS = (
     {"analysis"},
     {"report"},
     {"collect", "transcript"},
-    {"cli", "__main__"},
+    {"cli", "cli_lab", "__main__"},
 )
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}
 

@@ -257,6 +257,24 @@ class MachineSession:
             raise UserError("there is no guest yet", remedy="boot one first")
         return Lab(self._host, self._guest)
 
+    def take_arms(
+        self,
+        side: Side,
+        built: Mapping[str, BuiltModule],
+        switch: Switch,
+        probes: Probes | None = None,
+    ) -> None:
+        """Serve other arms from here on; the guest that runs goes on.
+
+        Args:
+            side: As for the class, like the rest.
+            built: The modules.
+            switch: How they are loaded.
+            probes: What is counted.
+        """
+        self._side, self._built, self._switch = side, built, switch
+        self._probes, self.sees_paths = probes, probes is not None
+
     def boot(self, boot: str, options: Mapping[str, object]) -> None:  # noqa: ARG002 - protocol
         """End the guest and boot a fresh one; see `campaign.runner.Session`.
 
@@ -413,6 +431,27 @@ def _host(name: str, image: Image, on_step: OnStep, run: str) -> Iterator[HostMa
     with embedded_host(image, accelerator, on_step=on_step) as host:
         prepare_host(host)
         yield host
+
+
+@contextmanager
+def open_bare(
+    host: str, image: Image, on_step: OnStep = lambda _: None, run: str = ""
+) -> Iterator[tuple[HostLease, MachineSession]]:
+    """A session on a host that serves no arms yet (`take_arms`), and the host's lease.
+
+    Args:
+        host: `embedded`, or another host that `open_session` takes.
+        image: The image, from `ensure_image`.
+        on_step: Told what is being done.
+        run: What it is for; whoever finds the host busy is told.
+
+    Raises:
+        UserError, TransientError, InfrastructureError: as for `open_session`.
+    """
+    with HostLease(lambda: _host(host, image, on_step, run)) as lease:
+        budget = Budget()
+        with MachineSession(lease, "guest", {}, budget, "swap", on_step) as session:
+            yield lease, session
 
 
 @contextmanager
