@@ -189,9 +189,9 @@ def _hashed(name: str) -> str:
         ("*.example.org", "a.example.org", True),
         ("*.example.org,!b.example.org", "b.example.org", False),
         ("kvm?", "kvm1", True),
-        (_hashed("kvm1"), "kvm1", True),
-        (_hashed("kvm1"), "kvm2", False),
-        (_hashed("[kvm1]:2222"), "[kvm1]:2222", True),
+        pytest.param(_hashed("kvm1"), "kvm1", True, id="hashed"),
+        pytest.param(_hashed("kvm1"), "kvm2", False, id="hashed, another"),
+        pytest.param(_hashed("[kvm1]:2222"), "[kvm1]:2222", True, id="hashed, with port"),
         ("|1|broken", "kvm1", False),
     ],
 )
