@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vringlab import __version__, cli_lab
+from vringlab import __version__, cli_lab, cli_patches
 from vringlab.errors import VringlabError
 
 if TYPE_CHECKING:
     from vringlab.campaign.experiment import Experiment
     from vringlab.campaign.hosts import Host
+    from vringlab.campaign.plan import Plan
     from vringlab.campaign.runner import RunResult
     from vringlab.campaign.store import Store
 
@@ -285,7 +286,7 @@ def resume(
     from vringlab.collect import choose_hosts
 
     with Store.open(_find(run)) as store:
-        chosen = experiments.load(store.plan.experiment)
+        chosen = experiments.of_run(store.path, store.plan.experiment)
         known = store.provenance()
         switch = SwitchName(known.get("settings", {}).get("switch", "swap"))
         before = [Host.model_validate(entry) for entry in known["run"].get("hosts", [])]
@@ -346,6 +347,13 @@ def _show(path: Path) -> None:
     console = Console()
     loaded = load_run(path)
     console.print(arm_table(loaded))
+    if loaded.tried:
+        from vringlab.report import trial_view
+
+        console.print("\nWhat this run says of the patch", style="bold")
+        for line in trial_view.lines(loaded):
+            console.print(f"  {line}", highlight=False, markup=False)
+        return
     console.print("\nVerdicts on the published claims", style="bold")
     verdicts = verdicts_of(loaded)
     if not verdicts:
@@ -512,6 +520,20 @@ def build(
 
 
 cli_lab.register(app)
+
+
+def _choose_tried(urls: list[str], plan: Plan) -> tuple[Host, ...]:
+    from vringlab.collect import choose_hosts
+
+    return choose_hosts(_hosts(urls, None), plan)
+
+
+def _execute_tried(chosen: Experiment, store: Store, hosts: tuple[Host, ...], switch: str) -> None:
+    _execute(chosen, store, hosts, None, SwitchName(switch), until_decided=False)
+
+
+cli_lab.register(app)
+cli_patches.register(app, _choose_tried, _execute_tried)
 
 
 def main() -> None:

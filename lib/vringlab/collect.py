@@ -231,7 +231,7 @@ def plan_run(
     chosen = experiments.load(experiment)
     if boots is not None:
         chosen = chosen.with_boots(profile, boots)
-    if switch == "reboot":
+    if switch == "reboot" or chosen.must_reboot:
         chosen = chosen.one_block_per_boot()
     return chosen, make_plan(chosen, profile, seed, params, arms)
 
@@ -267,6 +267,7 @@ def measure(
     # Machines' libraries are loaded only where a machine is asked for.
     from vringlab.campaign import kept, session
 
+    switch = "reboot" if experiment.must_reboot else switch
     needed = tuple(dict.fromkeys(cell.arm for cell in opened.plan.cells))
     told = on_step or print_step
 

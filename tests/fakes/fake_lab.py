@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import cast
 
 from vringlab.errors import InfrastructureError, TransientError
+from vringlab.kernels.module import BuiltModule
 from vringlab.lab.guest import GuestSpec, VhostUserNic, nic_mac
 from vringlab.lab.lab import Lab
 from vringlab.lab.pinning import Layout
@@ -182,3 +183,26 @@ def fake_lab(
     )
     lab = Lab(host=cast("object", SimpleNamespace(machine=host)), guest=cast("object", running))  # type: ignore[arg-type]
     return FakeLab(host, guest, lab)
+
+
+def built_module(module: str, path: Path, build_id: str) -> BuiltModule:
+    """A module as its build leaves it, of which only what a swap looks at is true."""
+    return BuiltModule(
+        path=path,
+        module=module,
+        experiment="fake",
+        arm="arm",
+        side="guest",
+        release="6.12.118+fake",
+        build_id=build_id,
+        srcversion="",
+        vermagic="6.12.118+fake SMP",
+        sha256="0" * 64,
+        text_sha256="1" * 64,
+        log_path=path,
+        patched_files=(),
+        warnings=(),
+        compiler="fake",
+        built_s=0.0,
+        cached=True,
+    )

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from tests.fakes.fake_lab import STILL_RUNNING, Answer, FakeMachine
+from tests.fakes.fake_lab import STILL_RUNNING, Answer, FakeMachine, built_module
 
 from vringlab.errors import InfrastructureError, TransientError, VringlabError
 from vringlab.image.build import Image
@@ -422,7 +422,7 @@ def running(inside: FakeMachine) -> Guest:
 def built(folder: Path, module: str) -> BuiltModule:
     path = folder / f"{module}.ko"
     path.write_bytes(b"module")
-    return cast(BuiltModule, SimpleNamespace(module=module, path=path, build_id=BUILD_ID))
+    return built_module(module, path, BUILD_ID)
 
 
 def swapping(inside: FakeMachine, result: str, *, log: str = "") -> None:

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from tests.fakes.fake_lab import Answer, FakeMachine
+from tests.fakes.fake_lab import Answer, FakeMachine, built_module
 
 from vringlab.campaign import session as sessions
 from vringlab.campaign.budget import Budget
 from vringlab.campaign.session import HostLease, MachineSession, Side, Switch
 from vringlab.errors import InfrastructureError, TransientError, UserError
-from vringlab.kernels.module import BuiltModule
+from vringlab.kernels.bundle import KernelBundle
 from vringlab.lab import facts, vhost_nic
 from vringlab.lab.embedded import HostMachine
 from vringlab.lab.guest import GuestSpec
@@ -81,8 +81,10 @@ class World:
         return f"ok {self.loaded}\n", "", 0
 
     @contextlib.contextmanager
-    def boot_guest(self, host: HostMachine, spec: GuestSpec) -> Iterator[object]:
-        self.log.append("boot guest")
+    def boot_guest(
+        self, host: HostMachine, spec: GuestSpec, kernel: KernelBundle | None = None
+    ) -> Iterator[object]:
+        self.log.append(f"boot guest {kernel.digest}" if kernel else "boot guest")
         if not cast(HostLike, host.machine).alive:
             raise TransientError("the connection to embedded was lost")
         yield SimpleNamespace(machine=FakeMachine("guest", self.log), spec=spec)
@@ -122,7 +124,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 def opened(world: World, tmp_path: Path) -> Callable[..., contextlib.ExitStack]:
     module = tmp_path / "vhost_net.ko"
     module.write_bytes(b"module")
-    built = cast(BuiltModule, SimpleNamespace(module="vhost_net", path=module, build_id=ARM))
+    built = built_module("vhost_net", module, ARM)
 
     def open_session(side: Side = "host", switch: Switch = "swap") -> Any:
         @contextlib.contextmanager

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from tests.fakes.fake_lab import STILL_RUNNING, Answer, FakeMachine
+from tests.fakes.fake_lab import STILL_RUNNING, Answer, FakeMachine, built_module
 
 from vringlab.errors import InfrastructureError, TransientError
-from vringlab.kernels.module import BuiltModule
 from vringlab.lab import vhost_nic
 from vringlab.lab.embedded import HostMachine
 from vringlab.lab.guest import WORK, Guest
@@ -72,9 +71,7 @@ class Host:
         self.host = cast(HostMachine, SimpleNamespace(machine=self.machine))
         path = tmp_path / "vhost_net.ko"
         path.write_bytes(b"module")
-        self.built = cast(
-            BuiltModule, SimpleNamespace(module="vhost_net", path=path, build_id=BUILD_ID)
-        )
+        self.built = built_module("vhost_net", path, BUILD_ID)
 
     def plug(self) -> None:
         vhost_nic.plug(self.host, self.guest)

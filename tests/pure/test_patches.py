@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import struct
 from pathlib import Path
 
@@ -62,13 +63,46 @@ def test_a_base_kernel_is_the_one_that_the_image_holds() -> None:
     assert (kernel.name, kernel.series, kernel.number) == ("debian-6.12", "6.12", (6, 12, 118))
 
 
-@pytest.mark.parametrize(
-    "spec", ["git:somewhere@v6.12", "tarball:linux.tar", "tree:linux", "debian:6.1", "debian:6.13"]
-)
-def test_other_base_kernels_are_refused_and_the_supported_one_is_named(spec: str) -> None:
-    with pytest.raises(UserError, match="not supported yet") as caught:
+@pytest.mark.parametrize("spec", ["debian:6.13", "debian:7.0", "debian:trixie"])
+def test_other_series_are_refused_and_those_there_are_named(spec: str) -> None:
+    with pytest.raises(UserError, match="not supported") as caught:
         base.check_spec(spec)
-    assert "debian:6.12" in caught.value.remedy
+    assert "debian:6.1, debian:6.12, debian:7.x" in caught.value.remedy
+
+
+def test_base_kernels_have_names_fit_for_folders() -> None:
+    assert base.folder_name("debian:6.1") == "debian-6.1"
+    assert base.folder_name("debian:7.x") == "debian-7.x"
+    names = [
+        base.folder_name(spec)
+        for spec in (
+            "git:https://git.example/linux.git@v6.12-rc1",
+            "git:https://other.example/linux.git@v6.12-rc1",
+            "tarball:/tmp/linux 6.12.tar.xz",
+            "tree:/home/me/linux",
+        )
+    ]
+    assert len(set(names)) == len(names)
+    assert all(re.fullmatch(r"[a-z]+-[A-Za-z0-9.-]+-[0-9a-f]{8}", name) for name in names)
+    with pytest.raises(UserError, match="which revision"):
+        base.check_spec("git:https://git.example/linux.git")
+
+
+def test_kernels_of_every_suite_are_resolved() -> None:
+    old = base.resolve(
+        "debian:6.1", suite="bookworm", release="6.1.0-57-amd64", version="6.1.192-3"
+    )
+    assert (old.series, old.number) == ("6.1", (6, 1, 192))
+    new = base.resolve(
+        "debian:7.x",
+        suite="trixie-backports",
+        release="7.3.4+deb13-amd64",
+        version="7.3.4-1~bpo13+1",
+    )
+    assert (new.name, new.series, new.number) == ("debian-7.x", "7.3", (7, 3, 4))
+    assert base.is_held("debian:6.12", "6.12.118+deb13-amd64")
+    assert not base.is_held("debian:6.1", "6.12.118+deb13-amd64")
+    assert not base.is_held("tree:/linux", "6.12.118+deb13-amd64")
 
 
 @pytest.mark.parametrize("spec", ["", "6.12", "debian", "debian:", "fedora:6.12"])
@@ -270,7 +304,7 @@ def test_a_twin_is_the_arm_itself(data: Path) -> None:
     [
         ("toys", "debian:6.12", "capital", "capitals, rfc-v1.2, series"),
         ("toy", "debian:6.12", "capitals", "toys"),
-        ("toys", "debian:6.1", "capitals", "debian:6.12"),
+        ("toys", "debian:6.1", "capitals", "debian-6.12"),
         ("empty", "debian:6.12", "capitals", "debian-6.1"),
     ],
 )

@@ -157,8 +157,8 @@ LAYERS = (
     {"campaign"},
     {"analysis"},
     {"report"},
-    {"collect", "transcript"},
-    {"cli", "cli_lab", "__main__"},
+    {"collect", "transcript", "tryout"},
+    {"cli", "cli_lab", "cli_patches", "__main__"},
 )
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}
 

@@ -79,6 +79,11 @@ class RunFrames:
         return "simulated" in {self.host_kind, *self.samples["host_kind"]}
 
     @property
+    def tried(self) -> bool:
+        """Whether it is of an experiment of its own, made by `vringlab try`."""
+        return "try" in self.provenance
+
+    @property
     def complete(self) -> bool:
         """Whether every cell of the plan was measured."""
         return bool(self.samples["cell_id"].nunique() == len(self.plan.cells))
@@ -226,6 +231,9 @@ def bundle(
             for name in (store.PLAN, store.PROVENANCE, store.TIME, store.PATHS):
                 if (path / name).exists():
                     write_new(temporary / name, _hidden((path / name).read_bytes(), hide))
+            for name in store.own_files(path):
+                (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+                write_new(temporary / name, _hidden((path / name).read_bytes(), hide))
             for name, table in ((tables.SAMPLES, samples), (tables.HISTOGRAMS, histograms)):
                 pq.write_table(table, temporary / name, compression="zstd")
             for cell_id in chosen:

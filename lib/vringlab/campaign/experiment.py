@@ -20,6 +20,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    PrivateAttr,
     StringConstraints,
     ValidationError,
     model_validator,
@@ -32,6 +33,9 @@ from vringlab.workloads.base import Workload
 
 PROFILES = ("smoke", "quick", "full")
 
+#: The experiment's own file in the folder of a run that has one (`vringlab try`).
+OF_RUN = "experiment.yaml"
+
 #: How the twin of the reference arm is named: the same module measured under a second name.
 TWIN_SUFFIX = ".aa"
 
@@ -40,6 +44,7 @@ FindWorkload = Callable[[str], Workload]
 Identifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*$", max_length=80)]
 # Names become parts of folder names and of patch paths. A dot is kept for the twin's suffix.
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=40)]
+BaseKernelName = Annotated[str, StringConstraints(pattern=r"^(debian|git|tarball|tree):.+$")]
 ProfileName = Annotated[str, StringConstraints(pattern=rf"^({'|'.join(PROFILES)})$")]
 Value = bool | int | float | str
 Matrix = dict[str, Annotated[list[Value], Field(min_length=1)]]
@@ -59,10 +64,17 @@ class Seed(_Strict):
 
 
 class Arm(_Strict):
-    """One variant of the kernel under test; its patches lie under `data/patches/`."""
+    """One variant of the kernel under test; its patches lie under `data/patches/`.
+
+    Attributes:
+        name: Its name.
+        summary: What it is, one line.
+        base_kernel: For an arm that is a kernel as it is, without a patch: that kernel.
+    """
 
     name: Name
     summary: str
+    base_kernel: BaseKernelName | None = None
 
 
 class Counter(_Strict):
@@ -215,7 +227,7 @@ class Experiment(_Strict):
     title: str
     summary: str
     seed: Seed
-    base_kernel: str = Field(pattern=r"^(debian|git|tarball|tree):.+$")
+    base_kernel: BaseKernelName
     module: str
     side: Literal["guest", "host"]
     patches: Name | None = None
@@ -227,6 +239,9 @@ class Experiment(_Strict):
     needs: tuple[str, ...] = ()
     workloads: Annotated[tuple[WorkloadUse, ...], Field(min_length=1)]
     profiles: dict[ProfileName, Profile]
+
+    #: Folder of its patches, of an experiment that lies in a run; the collection's otherwise.
+    _home: Path | None = PrivateAttr(default=None)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -260,6 +275,36 @@ class Experiment(_Strict):
     def patches_name(self) -> str:
         """The folder of `data/patches/` with the arms, which experiments may share."""
         return self.patches or self.name
+
+    @property
+    def home(self) -> Path:
+        """The folder whose `patches/` has its arms: the collection's `data`, or its run's."""
+        return self._home or settings().data
+
+    def at(self, home: Path) -> Experiment:
+        """The experiment, with its patches below another folder than the collection's."""
+        moved = self.model_copy()
+        moved._home = home
+        return moved
+
+    def is_kernel_arm(self, arm: str) -> bool:
+        """Whether an arm is a kernel as it is; its guests are booted, nothing is loaded."""
+        return any(item.base_kernel is not None for item in self.arms if item.name == arm)
+
+    def base_of(self, arm: str) -> str:
+        """The base kernel of an arm."""
+        own = next((item.base_kernel for item in self.arms if item.name == arm), None)
+        return own or self.base_kernel
+
+    @property
+    def must_reboot(self) -> bool:
+        """Whether the arms differ in what only a boot changes."""
+        return len({self.base_of(arm) for arm in self.arm_names}) > 1
+
+    def to_yaml(self) -> str:
+        """The experiment as its file has it."""
+        values = self.model_dump(mode="json", exclude_defaults=True)
+        return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
 
     @property
     def counted(self) -> Probes | None:
@@ -449,6 +494,9 @@ def _accepted(
     try:
         checked = model.model_validate({**point, param: value})
     except ValidationError as error:
+        # Of a choice between numbers, pydantic takes none that is written as text.
+        if isinstance(value, str) and re.fullmatch(r"-?\d+", value):
+            return _accepted(model, matrix, param, int(value))
         refused = any(item["loc"][:1] == (param,) for item in error.errors())
         return (None if refused else str(value)), False
     return checked.model_dump(mode="json", include={param})[param], True
@@ -521,12 +569,36 @@ def load(name: str) -> Experiment:
     return load_file(settings().data / "experiments" / f"{name}.yaml")
 
 
+def of_run(folder: Path, name: str) -> Experiment:
+    """The experiment of a run: the run's own where its folder has one, else the collection's.
+
+    Args:
+        folder: The run's folder.
+        name: Name of its experiment.
+
+    Raises:
+        UserError: as for `load`.
+    """
+    own = folder / OF_RUN
+    return _read(own).at(folder) if own.is_file() else load(name)
+
+
 def load_file(path: Path) -> Experiment:
     """The experiment in one YAML file, whose stem must be the experiment's name.
 
     Raises:
         UserError: the file cannot be read, is no YAML, or breaks the schema; names the places.
     """
+    experiment = _read(path)
+    if experiment.name != path.stem:
+        raise UserError(
+            f"{path} holds experiment {experiment.name!r}",
+            remedy=f"name the file {experiment.name}.yaml",
+        )
+    return experiment
+
+
+def _read(path: Path) -> Experiment:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         experiment = Experiment.model_validate(content)
@@ -546,9 +618,4 @@ def load_file(path: Path) -> Experiment:
         raise UserError(
             f"{path} is not an experiment:\n{problems}", remedy="mend the places named above"
         ) from None
-    if experiment.name != path.stem:
-        raise UserError(
-            f"{path} holds experiment {experiment.name!r}",
-            remedy=f"name the file {experiment.name}.yaml",
-        )
     return experiment

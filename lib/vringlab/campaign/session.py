@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -21,17 +21,23 @@ from vringlab.campaign.paths import PASS_S, PathPass, judge
 from vringlab.campaign.store import merged
 from vringlab.errors import HostLost, InfrastructureError, UserError, VringlabError
 from vringlab.image.build import Image, ensure_image
-from vringlab.kernels.base import resolve
-from vringlab.kernels.buildroot import ensure_buildroot
+from vringlab.kernels.bundle import KernelBundle, as_record
 from vringlab.kernels.module import BuiltModule, build_module
 from vringlab.kernels.patches import load_arm
+from vringlab.kernels.whole import guest_kernel, prepare_base
 from vringlab.lab import accel, facts
 from vringlab.lab.embedded import HostMachine, embedded_host
 from vringlab.lab.guest import Guest, GuestSpec, boot_guest, prepare_host
 from vringlab.lab.lab import Lab
 from vringlab.lab.probe import Probe, counting
 from vringlab.lab.remote import PREFIX, undo_swap, user_host
-from vringlab.lab.swap import loaded_build_id, restore_host, swap, swap_host
+from vringlab.lab.swap import (
+    loaded_build_id,
+    restore_host,
+    running_kernel,
+    swap,
+    swap_host,
+)
 from vringlab.settings import settings
 from vringlab.workloads import base
 from vringlab.workloads.base import Outcome
@@ -70,22 +76,61 @@ def _git_state() -> dict[str, object]:
 def build_arms(
     experiment: Experiment, arms: tuple[str, ...], image: Image, on_step: OnStep
 ) -> dict[str, BuiltModule]:
-    """The modules of an experiment's arms for the image's kernel; built where not cached.
+    """The modules of an experiment's arms for its base kernel; built where not cached.
+
+    An arm that is a kernel has none.
 
     Raises:
         UserError: a patch is missing, does not apply or does not compile.
         InfrastructureError: the build root or a tool failed.
     """
-    kernel = resolve(
-        experiment.base_kernel, suite=image.suite, release=image.release, version=image.version
-    )
-    root = ensure_buildroot(kernel, on_step=on_step)
+    patched = [name for name in arms if not experiment.is_kernel_arm(name)]
+    if not patched:
+        return {}
+    root = prepare_base(experiment.base_kernel, image, on_step=on_step).root
     return {
         name: build_module(
-            root, load_arm(experiment.patches_name, experiment.base_kernel, name), on_step=on_step
+            root,
+            load_arm(experiment.patches_name, experiment.base_kernel, name, data=experiment.home),
+            on_step=on_step,
         )
-        for name in arms
+        for name in patched
     }
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a session loads and boots.
+
+    Attributes:
+        modules: The module of each arm that has patches.
+        kernels: The kernel of each arm whose guest boots another one than the image's.
+    """
+
+    modules: Mapping[str, BuiltModule]
+    kernels: Mapping[str, KernelBundle]
+
+
+def prepare_arms(
+    experiment: Experiment, arms: tuple[str, ...], image: Image, on_step: OnStep
+) -> Prepared:
+    """Modules and kernels of an experiment's arms; made where not cached.
+
+    Raises:
+        UserError: as for `build_arms`; or arms of the host's side on another kernel than its own.
+        InfrastructureError: the build root, a kernel or a tool failed.
+    """
+    kernels: dict[str, KernelBundle] = {}
+    for name in arms:
+        bundle = guest_kernel(experiment.base_of(name), image, on_step=on_step)
+        if bundle is not None:
+            kernels[name] = bundle
+    if kernels and experiment.side == "host":
+        raise UserError(
+            f"modules of the KVM host are built for the kernel that it runs, {image.release}",
+            remedy="use the image's base kernel: others are booted by guests",
+        )
+    return Prepared(build_arms(experiment, arms, image, on_step), kernels)
 
 
 class HostLease:
@@ -163,6 +208,7 @@ class MachineSession:
             fresh guest for every arm.
         on_step: Told what is being done.
         probes: What is counted to see which path packets take; None when nothing is.
+        kernels: Kernels of arms whose guests boot another one than the image's.
     """
 
     def __init__(
@@ -174,6 +220,7 @@ class MachineSession:
         switch: Switch,
         on_step: OnStep,
         probes: Probes | None = None,
+        kernels: Mapping[str, KernelBundle] | None = None,
     ) -> None:
         self.sees_paths = probes is not None
         self._probes = probes
@@ -183,6 +230,7 @@ class MachineSession:
         self._lease = lease
         self._side = side
         self._built = built
+        self._kernels = dict(kernels or {})
         self._switch: Switch = switch
         self._on_step = on_step
         self._guest_stack = ExitStack()
@@ -290,32 +338,42 @@ class MachineSession:
         # With `reboot`, every arm gets its guest when it is loaded.
         if self._switch == "swap":
             with self._lease.watched():
-                self._boot()
+                # Arms that are swapped in one guest have one kernel in common.
+                self._boot(next(iter(self._kernels.values()), None))
 
-    def _boot(self) -> None:
+    def _boot(self, kernel: KernelBundle | None = None) -> None:
         self._end_guest()
-        self._guest = self._guest_stack.enter_context(boot_guest(self._host, self._spec))
+        self._guest = self._guest_stack.enter_context(
+            boot_guest(self._host, self._spec, kernel=kernel)
+        )
         self._seen = facts.collect(self._host, self._guest)
 
     def switch(self, arm: str) -> str:
         """Load an arm; see `campaign.runner.Session`."""
-        built = self._built[arm]
+        built = self._built.get(arm)
         with self._lease.watched():
-            if self._side == "host":
+            if built is not None and self._side == "host":
                 self._switch_host(built)
-            else:
-                if self._switch == "reboot":
-                    self._boot()
-                swap(self.lab.guest, built)
-        return built.build_id
+                return built.identity
+            if self._switch == "reboot":
+                self._boot(self._kernels.get(arm))
+            if built is None:
+                return running_kernel(self.lab.guest.machine, self._release(arm))
+            swap(self.lab.guest, built)
+        return built.identity
+
+    def _release(self, arm: str) -> str:
+        kernel = self._kernels.get(arm)
+        return kernel.kernel.release if kernel is not None else self._host.image.release
 
     def _switch_host(self, built: BuiltModule) -> None:
         if self._switch == "reboot":
             self._end_guest()
-        if built.module not in self._shipped:
-            before = loaded_build_id(self._host.machine, built.module)
-            self._host.on_change(undo_swap(built.module, before))
-            self._shipped[built.module] = before
+        for item in built.loading:
+            if item.module not in self._shipped:
+                before = loaded_build_id(self._host.machine, item.module)
+                self._host.on_change(undo_swap(item.module, before))
+                self._shipped[item.module] = before
         swap_host(self._host, self._guest, built)
         if self._switch == "reboot":
             self._boot()
@@ -365,15 +423,21 @@ class MachineSession:
             "tools": dict(image.tools),
             "kernels": {
                 "guest": {"release": image.release, "package": image.version},
+                **(
+                    {"arms": {n: as_record(k) for n, k in self._kernels.items()}}
+                    if self._kernels
+                    else {}
+                ),
                 "image": image.digest,
             },
             "arms": {
                 name: {
-                    "build_id": built.build_id,
-                    "module": built.module,
+                    "build_id": built.identity,
+                    "module": ", ".join(item.module for item in built.loading),
                     "compiler": built.compiler,
                     "patched_files": list(built.patched_files),
                     "sha256": built.sha256,
+                    "text_sha256": "+".join(item.text_sha256 for item in built.loading),
                 }
                 for name, built in self._built.items()
             },
@@ -486,9 +550,7 @@ def open_session(
         with budget.phase("build"):
             image = ensure_image(on_step=on_step)
         pool = stack.enter_context(ThreadPoolExecutor(max_workers=1))
-        modules: Future[dict[str, BuiltModule]] = pool.submit(
-            build_arms, experiment, arms, image, on_step
-        )
+        prepared: Future[Prepared] = pool.submit(prepare_arms, experiment, arms, image, on_step)
         with budget.phase("set-up"):
             lease = stack.enter_context(HostLease(lambda: _host(host, image, on_step, run)))
             if experiment.side == "host" and lease.host.swap_refusal:
@@ -499,7 +561,16 @@ def open_session(
                     host=lease.host.machine.name,
                 )
         with budget.phase("build"):
-            built = modules.result()
+            ready = prepared.result()
         yield stack.enter_context(
-            MachineSession(lease, experiment.side, built, budget, switch, on_step, probes)
+            MachineSession(
+                lease,
+                experiment.side,
+                ready.modules,
+                budget,
+                switch,
+                on_step,
+                probes,
+                ready.kernels,
+            )
         )

@@ -31,6 +31,7 @@ from typing import IO, Any, Self
 
 from vringlab import __version__
 from vringlab.campaign import paths, tables
+from vringlab.campaign.experiment import OF_RUN
 from vringlab.campaign.files import (
     UNFINISHED,
     read_json,
@@ -104,13 +105,20 @@ class Store:
         self._attempt: dict[str, Any] | None = None
 
     @classmethod
-    def create(cls, plan: Plan, runs_dir: Path | None = None, now: datetime | None = None) -> Self:
+    def create(
+        cls,
+        plan: Plan,
+        runs_dir: Path | None = None,
+        now: datetime | None = None,
+        files: Mapping[str, str] | None = None,
+    ) -> Self:
         """Make the folder of a new run, locked; it appears under its name with its plan inside.
 
         Args:
             plan: What to measure.
             runs_dir: Folder of run folders; the settings' when None.
             now: Time in the run's name; the present when None.
+            files: Text by path of what else belongs to the run: its own experiment and patches.
 
         Raises:
             InfrastructureError: the disk is full, or the folder cannot be written.
@@ -130,6 +138,9 @@ class Store:
                 lock = _take_lock(temporary)
                 (temporary / tables.CELLS).mkdir()
                 write_new(temporary / PLAN, plan.to_json().encode())
+                for name, text in (files or {}).items():
+                    (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+                    write_new(temporary / name, text.encode("utf-8", "surrogateescape"))
                 run = {
                     "id": run_id,
                     "created": stamp.isoformat(timespec="seconds"),
@@ -393,6 +404,14 @@ class Store:
                 "attempts": self._attempts,
             },
         )
+
+
+def own_files(path: Path) -> tuple[str, ...]:
+    """Files of a run's own experiment, from its folder; none where it ran the collection's."""
+    if not (path / OF_RUN).is_file():
+        return ()
+    patches = sorted((path / "patches").rglob("*.patch"))
+    return (OF_RUN, *(item.relative_to(path).as_posix() for item in patches))
 
 
 def path_key(arm: str, workload: str, params: Mapping[str, object]) -> str:

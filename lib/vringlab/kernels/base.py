@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from vringlab.errors import UserError
 
-#: Kernel series that arms can be built on -> the Debian suite that carries it.
-SUPPORTED: dict[str, str] = {"6.12": "trixie"}
+#: Kernel series that arms can be built on -> the Debian suite that carries it. `7.x` is whatever
+#: the newest kernel of that major is there.
+SUPPORTED: dict[str, str] = {"6.1": "bookworm", "6.12": "trixie", "7.x": "trixie-backports"}
 
 _FORMS = {
     "debian": "a distribution's package, as debian:6.12",
@@ -20,7 +23,7 @@ _RELEASE = re.compile(r"^(\d+\.\d+)(?:\.(\d+))?(?:[-+.].*)?$")
 
 
 def _now() -> str:
-    return "supported now: " + ", ".join(f"debian:{series}" for series in SUPPORTED)
+    return "of Debian there are " + ", ".join(f"debian:{series}" for series in SUPPORTED)
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,8 @@ class BaseKernel:
     Attributes:
         spec: What was asked for, e.g. `debian:6.12`.
         release: What `uname -r` prints on it, e.g. `6.12.118+deb13-amd64`.
-        version: Version of its Debian packages, e.g. `6.12.118-1`.
-        suite: Debian suite that its compiler comes from, e.g. `trixie`.
+        version: Version of its Debian packages, e.g. `6.12.118-1`; of other kernels, the source's.
+        suite: Debian suite that its compiler comes from, e.g. `trixie`; empty for this machine's.
     """
 
     spec: str
@@ -47,7 +50,7 @@ class BaseKernel:
     @property
     def series(self) -> str:
         """The stable series, e.g. `6.12`."""
-        return self.spec.partition(":")[2]
+        return ".".join(map(str, self.number[:2]))
 
     @property
     def number(self) -> tuple[int, ...]:
@@ -70,26 +73,26 @@ def version_number(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in match.group().split("."))
 
 
-def check_spec(spec: str) -> str:
-    """The kernel series that a base kernel's name asks for.
+def check_spec(spec: str) -> tuple[str, str]:
+    """The kind of a base kernel and what of that kind, from its name.
 
     Args:
-        spec: e.g. `debian:6.12`.
+        spec: e.g. `debian:6.12`: ("debian", "6.12").
 
     Raises:
-        UserError: not a base kernel, or a kind or series that is not supported yet.
+        UserError: not a base kernel, or a series that no Debian suite carries.
     """
     kind, separator, rest = spec.partition(":")
     if not separator or kind not in _FORMS or not rest:
         raise UserError(
             f"{spec!r} does not name a base kernel",
-            remedy=f"name {'; '.join(_FORMS.values())}. {_now()}",
+            remedy=f"name {'; '.join(_FORMS.values())}; {_now()}",
         )
-    if kind != "debian":
-        raise UserError(f"base kernels of the kind {kind!r} are not supported yet", remedy=_now())
-    if rest not in SUPPORTED:
-        raise UserError(f"base kernel {spec!r} is not supported yet", remedy=_now())
-    return rest
+    if kind == "debian" and rest not in SUPPORTED:
+        raise UserError(f"base kernel {spec!r} is not supported", remedy=_now())
+    if kind == "git" and not rest.rpartition("@")[0]:
+        raise UserError(f"{spec!r} does not say which revision", remedy="write git:URL@REF")
+    return kind, rest
 
 
 def folder_name(spec: str) -> str:
@@ -98,31 +101,58 @@ def folder_name(spec: str) -> str:
     Raises:
         UserError: as `check_spec`.
     """
-    return f"debian-{check_spec(spec)}"
+    kind, rest = check_spec(spec)
+    if kind == "debian":
+        return f"debian-{rest}"
+    last = rest.rpartition("@")[2] if kind == "git" else Path(rest).name
+    plain = re.sub(r"[^A-Za-z0-9.]+", "-", last).strip("-.")[:40] or kind
+    return f"{kind}-{plain}-{hashlib.sha256(rest.encode()).hexdigest()[:8]}"
+
+
+def is_held(spec: str, release: str) -> bool:
+    """Whether a kernel of that release is one of the base kernel's series.
+
+    Args:
+        spec: e.g. `debian:6.12`.
+        release: What `uname -r` prints, e.g. the image's.
+
+    Raises:
+        UserError: as `check_spec`.
+    """
+    kind, rest = check_spec(spec)
+    match = _RELEASE.match(release)
+    return kind == "debian" and match is not None and _fits(match.group(1), rest)
+
+
+def _fits(series: str, wanted: str) -> bool:
+    return series == wanted or (
+        wanted.endswith(".x") and series.startswith(f"{wanted.removesuffix('x')}")
+    )
 
 
 def resolve(spec: str, *, suite: str, release: str, version: str) -> BaseKernel:
-    """The base kernel that was asked for, as the very kernel that an image holds.
+    """The base kernel that was asked for, as the very kernel that was found.
 
     Args:
         spec: What was asked for, e.g. `debian:6.12`.
-        suite: The image's Debian suite.
-        release: The image's kernel release.
-        version: Version of the image's kernel package.
+        suite: The Debian suite that it was found in.
+        release: Its release.
+        version: Version of its package.
 
     Raises:
-        UserError: `spec` is not supported, or the image holds another kernel.
+        UserError: `spec` is not supported, or what was found is another kernel.
     """
-    series = check_spec(spec)
-    match = _RELEASE.match(release)
-    if match is None or match.group(1) != series or suite != SUPPORTED[series]:
+    _, series = check_spec(spec)
+    if not is_held(spec, release) or suite != SUPPORTED[series]:
         raise UserError(
             f"{spec} is asked for, but the image holds {release} of {suite}",
             remedy=f"build the image of {SUPPORTED[series]} (VRINGLAB_SUITE={SUPPORTED[series]}), "
             "or ask for the base kernel that the image holds",
         )
     # Debian puts the upstream version into both; if they disagree, two packages were mixed up.
-    if version_number(release) != version_number(version):
+    # Until bookworm the release had the ABI's number in place of the last.
+    named, packaged = version_number(release), version_number(version)
+    if named != packaged and not (named[:2] == packaged[:2] and named[2:] == (0,)):
         raise UserError(
             f"kernel {release} cannot come from a package of version {version}",
             remedy="take release and version from one image",

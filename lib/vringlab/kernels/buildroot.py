@@ -60,6 +60,9 @@ _EXCLUDED = (
     "/usr/share/man/*",
 )
 
+#: Packages that hold the modules, by suite, where the headers do not depend on them.
+_MODULES_IN = {"bookworm": ("linux-image",), "trixie-backports": ("linux-modules",)}
+
 _SPACE_GB = 1.5
 _FETCH_SECONDS = 1800.0
 #: Raise it when the content of a build root changes, so that old ones are not used.
@@ -178,6 +181,18 @@ class BuildRoot:
             )
         return done
 
+    @property
+    def config(self) -> str:
+        """The kernel's configuration as text; empty where there is none.
+
+        Not by way of `kernel_dir`, which is a link to a path inside the root.
+        """
+        headers = self.path / "usr/src" / f"linux-headers-{self.kernel.release}"
+        for folder in (headers, self.path / self.kernel_dir.lstrip("/")):
+            if (folder / ".config").is_file():
+                return (folder / ".config").read_text()
+        return ""
+
     def shipped(self, module: ModuleSource) -> bytes | None:
         """The distribution's own build of a module (ELF), to compare ours with; None without."""
         folder = self.path / "usr/lib/modules" / self.kernel.release / "kernel" / module.directory
@@ -194,19 +209,45 @@ def packages(kernel: BaseKernel) -> tuple[str, ...]:
         *_TOOLS,
         f"linux-headers-{kernel.release}={kernel.version}",
         f"linux-source-{kernel.series}={kernel.version}",
+        # Their headers do not bring the modules along, with which ours are compared.
+        *(
+            f"{name}-{kernel.release}={kernel.version}"
+            for name in _MODULES_IN.get(kernel.suite, ())
+        ),
     )
 
 
+def _excluded(kernel: BaseKernel) -> tuple[str, ...]:
+    """Paths that are not unpacked; before trixie, some were not below /usr."""
+    if kernel.suite != "bookworm":
+        return _EXCLUDED
+    moved = [path[4:] for path in _EXCLUDED if path.startswith("/usr/lib/")]
+    return (*_EXCLUDED, *moved)
+
+
 def _key(kernel: BaseKernel) -> str:
-    state = (_RECIPE, kernel, packages(kernel), _EXCLUDED, sorted(MODULES))
+    state = (_RECIPE, kernel, packages(kernel), _excluded(kernel), sorted(MODULES))
     return f"{kernel.release}-{hashlib.sha256(repr(state).encode()).hexdigest()[:12]}"
 
 
-def _bootstrap_argv(kernel: BaseKernel, root: Path) -> list[str]:
-    shipped = [
-        f"--dpkgopt=path-include=/usr/lib/modules/*/kernel/{module.directory}/{module.name}.ko*"
-        for module in MODULES.values()
-    ]
+#: Suites that extend another one: both are searched, and what is asked for is taken from it.
+_EXTENDS = {"trixie-backports": "trixie"}
+
+
+def _bootstrap_argv(
+    suite: str,
+    root: Path,
+    include: tuple[str, ...],
+    dpkgopts: tuple[str, ...] = (),
+    hooks: tuple[str, ...] = (),
+) -> list[str]:
+    base = _EXTENDS.get(suite, suite)
+    # The mirror is mmdebstrap's own choice, so it writes the line that is then said again.
+    extend = (
+        f"sed -n 's|^\\(deb .*\\) {base} main|\\1 {suite} main|p' \"$1\"/etc/apt/sources.list "
+        '> "$1"/etc/apt/sources.list.d/extended.list'
+    )
+    merged = "/usr/share/mmdebstrap/hooks/merged-usr"
     return [
         # The same machine, only that all that it starts ends when this process is killed.
         *("bwrap", "--die-with-parent", "--unshare-pid", "--dev-bind", "/", "/"),
@@ -215,10 +256,13 @@ def _bootstrap_argv(kernel: BaseKernel, root: Path) -> list[str]:
         # Chrootless is what lets an ordinary user do it. The check that is skipped warns root
         # of packages' scripts that would change the machine; `extract` runs no script at all.
         *("--mode=chrootless", "--skip=check/chrootless"),
-        *(f"--dpkgopt=path-exclude={path}" for path in _EXCLUDED),
-        *shipped,
-        f"--include={','.join(packages(kernel))}",
-        *(kernel.suite, str(root)),
+        *(f"--dpkgopt={item}" for item in dpkgopts),
+        # Before trixie, packages still had files in /bin and /lib.
+        *([f"--hook-dir={merged}"] if base == "bookworm" else []),
+        *([f"--setup-hook={extend}"] if base != suite else []),
+        *(f"--customize-hook={hook}" for hook in hooks),
+        f"--include={','.join(include)}",
+        *(base, str(root)),
     ]
 
 
@@ -229,20 +273,55 @@ def _explain(text: str) -> tuple[str, str]:
     return "mmdebstrap failed", "see its last lines above"
 
 
-def _bootstrap(kernel: BaseKernel, root: Path) -> None:
+def bootstrap(
+    suite: str,
+    root: Path,
+    include: tuple[str, ...],
+    *,
+    dpkgopts: tuple[str, ...] = (),
+    hooks: tuple[str, ...] = (),
+    what: str = "the packages",
+) -> None:
+    """Unpack packages of a Debian suite into a folder, as an ordinary user.
+
+    Args:
+        suite: The suite.
+        root: The folder.
+        include: Packages, with `=VERSION` where it matters; what they depend on comes too.
+        dpkgopts: Options of dpkg, such as paths to leave out.
+        hooks: Shell commands at the end; `$1` is the folder.
+        what: What it is for, for messages.
+
+    Raises:
+        InfrastructureError: mmdebstrap or bubblewrap is missing, or what they say is wrong.
+    """
     local.find_tool("mmdebstrap", _SETUP.format(package="mmdebstrap"))
-    argv = _bootstrap_argv(kernel, root)
+    argv = _bootstrap_argv(suite, root, include, dpkgopts, hooks)
     done = _bubblewrapped(argv, timeout=_FETCH_SECONDS, env={"TMPDIR": str(root.parent)})
     if done.returncode != 0:
         why, remedy = _explain(done.stderr)
         raise InfrastructureError(
-            f"the build root of {kernel.version} could not be made: {why}",
+            f"{what} could not be made: {why}",
             remedy=remedy,
             command=argv,
             host="local",
             stderr=done.stderr,
             returncode=done.returncode,
         )
+
+
+def _bootstrap(kernel: BaseKernel, root: Path) -> None:
+    shipped = [
+        f"path-include=/{place}/modules/*/kernel/{module.directory}/{module.name}.ko*"
+        for place in ("usr/lib", "lib")
+        for module in MODULES.values()
+    ]
+    dpkgopts = (
+        *(f"path-exclude={path}" for path in _excluded(kernel)),
+        *shipped,
+    )
+    what = f"the build root of {kernel.version}"
+    bootstrap(kernel.suite, root, packages(kernel), dpkgopts=dpkgopts, what=what)
 
 
 def _finish(kernel: BaseKernel, folder: Path) -> BuildRoot:
@@ -319,6 +398,7 @@ def ensure_buildroot(
             (folder / "buildroot.json").write_text(
                 json.dumps(
                     {
+                        "spec": kernel.spec,
                         "release": kernel.release,
                         "version": kernel.version,
                         "suite": kernel.suite,
@@ -338,3 +418,24 @@ def ensure_buildroot(
             host="local",
         )
     return loaded
+
+
+def cached_roots(cache: Path | None = None) -> tuple[BuildRoot, ...]:
+    """Build roots that are in the cache, the newest of each base kernel; nothing is made.
+
+    Args:
+        cache: Cache folder; the settings' when None.
+    """
+    found: dict[str, BuildRoot] = {}
+    for file in sorted(((cache or settings().cache) / "buildroots").glob("*/buildroot.json")):
+        try:
+            made = json.loads(file.read_text())
+            spec = made.get("spec") or f"debian:{'.'.join(made['version'].split('.')[:2])}"
+            kernel = BaseKernel(spec, made["release"], made["version"], made["suite"])
+            root = _load(kernel, file.parent)
+        except (OSError, ValueError, KeyError):
+            continue
+        known = found.get(spec)
+        if root is not None and (known is None or known.kernel.number < kernel.number):
+            found[spec] = root
+    return tuple(found.values())

@@ -16,9 +16,11 @@ from vringlab.errors import InfrastructureError
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
 _NOTE = struct.Struct("<III")
+_SYMBOL = struct.Struct("<IBBHQQ")
 _NT_GNU_BUILD_ID = 3
 _SHT_NOBITS = 8
 _SHF_EXECINSTR = 4
+_STT_FUNC = 2
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,21 @@ class ModuleFile:
         entries = self.section(".modinfo").split(b"\0")
         pairs = (item.decode("utf-8", "replace").partition("=") for item in entries if item)
         return {key: value for key, _, value in pairs}
+
+    @property
+    def functions(self) -> frozenset[str]:
+        """Names of the functions that its symbol table has, as kallsyms will show them.
+
+        One that the compiler put inside its callers is not there; what it appends to a name
+        (`.isra.0`) is left out.
+        """
+        table, names = self.section(".symtab"), self.section(".strtab")
+        found = set()
+        for name, info, _, section, _, _ in _SYMBOL.iter_unpack(table[: len(table) // 24 * 24]):
+            if info & 0xF == _STT_FUNC and section != 0:
+                end = names.find(b"\0", name)
+                found.add(names[name:end].decode("utf-8", "replace").partition(".")[0])
+        return frozenset(found)
 
     @property
     def text_sha256(self) -> str:

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import json
+import posixpath
 import re
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
 from vringlab.cachedir import OnStep, Store, require_space
 from vringlab.errors import InfrastructureError, UserError, VringlabError
+from vringlab.kernels import makefiles
 from vringlab.kernels.buildroot import WORK, BuildRoot
 from vringlab.kernels.elf import ModuleFile
 from vringlab.kernels.patches import Arm, Patch, apply_patch
-from vringlab.kernels.source import MODULES, ModuleSource, ensure_source, find_module
+from vringlab.kernels.source import (
+    MODULES,
+    TABLE_OF,
+    ModuleSource,
+    ensure_folders,
+    find_module,
+)
 from vringlab.settings import settings
 from vringlab.transport import local
 
@@ -64,6 +73,8 @@ class BuiltModule:
         compiler: First line of the compiler's version.
         built_s: Seconds that the build took when it was made.
         cached: Whether it was found rather than built just now.
+        before: Further modules of the arm that are loaded before it, in that order.
+        after: Further modules of the arm that are loaded after it.
     """
 
     path: Path
@@ -83,12 +94,27 @@ class BuiltModule:
     compiler: str
     built_s: float
     cached: bool
+    before: tuple[BuiltModule, ...] = ()
+    after: tuple[BuiltModule, ...] = ()
+
+    @property
+    def loading(self) -> tuple[BuiltModule, ...]:
+        """All modules of the arm in the order of loading."""
+        return (*self.before, self, *self.after)
+
+    @property
+    def identity(self) -> str:
+        """What tells the arm from others: the build-ids of all its modules."""
+        return "+".join(item.build_id for item in self.loading)
 
     def provenance(self) -> dict[str, Any]:
         """What a run keeps of it: everything but where it was."""
         kept = asdict(self)
-        for name in ("path", "log_path", "cached"):
+        for name in ("path", "log_path", "cached", "before", "after"):
             del kept[name]
+        for name, items in (("before", self.before), ("after", self.after)):
+            if items:
+                kept[name] = [item.provenance() for item in items]
         return kept
 
 
@@ -110,33 +136,151 @@ def _kbuild(module: ModuleSource) -> str:
     return f"{module.kbuild}ccflags-y += -include {WORK}/{_STAMP}\n"
 
 
-def _key(root: BuildRoot, arm: Arm, module: ModuleSource, files: Mapping[str, bytes]) -> str:
+@dataclass(frozen=True)
+class _Layout:
+    """What is built together, and how it lies below the build's folder.
+
+    Attributes:
+        modules: The modules, the arm's first one first.
+        headers: Headers below `include/` that the arm changes, which shadow the base's.
+    """
+
+    modules: tuple[ModuleSource, ...]
+    headers: tuple[str, ...] = ()
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is one module, built in its own folder."""
+        return len(self.modules) == 1 and not self.headers
+
+    @property
+    def shared(self) -> ModuleSource:
+        """The headers, as if they were a module's."""
+        return ModuleSource("headers", "include", (), tuple(h[8:] for h in self.headers))
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """All files of the base that are laid out."""
+        items = (*self.modules, self.shared)
+        return tuple(dict.fromkeys(name for item in items for name in item.files))
+
+    @property
+    def folder(self) -> str:
+        """Folder that make is told to build, from the top of the tree."""
+        return self.modules[0].directory if self.alone else ""
+
+    def kbuilds(self) -> dict[str, str]:
+        """Kbuild files by folder."""
+        if self.alone:
+            return {self.folder: _kbuild(self.modules[0])}
+        found: dict[str, str] = {}
+        for module in self.modules:
+            # One list for all modules of a folder, so that modpost sees what they export.
+            text = module.kbuild.replace("obj-m :=", "obj-m +=", 1)
+            found[module.directory] = found.get(module.directory, "") + text
+        for folder in found:
+            found[folder] += f"ccflags-y += -include {WORK}/{_STAMP}\n"
+            if self.headers:
+                roots = f"-I{WORK}/include -I{WORK}/include/uapi"
+                found[folder] += f"LINUXINCLUDE := {roots} $(LINUXINCLUDE)\n"
+        return {"": f"obj-m := {' '.join(f'{name}/' for name in sorted(found))}\n", **found}
+
+
+def _layout(
+    root: BuildRoot,
+    arm: Arm,
+    modules: Mapping[str, ModuleSource],
+    on_step: OnStep,
+    cache: Path,
+) -> _Layout:
+    """The modules of an arm by the table, or by the base's own Makefiles where that has none."""
+    headers = tuple(name for name in arm.files if name.startswith("include/"))
+    known = [modules.get(name) for name in arm.modules]
+    if all(known) and (root.kernel.number[:2] == TABLE_OF or modules is not MODULES):
+        return _Layout(tuple(item for item in known if item is not None), headers)
+    version = root.kernel.version
+    index = makefiles.ensure_index(root.archive, version, on_step=on_step, cache=cache)
+    config = makefiles.read_config(root.config)
+    found = []
+    for name in arm.modules:
+        place = makefiles.find_place(name, index, config)
+        if place is None:
+            return _Layout((find_module(name, modules),), headers)
+        folders = makefiles.folders_of(place, index, config)
+        tree = ensure_folders(root.archive, version, folders, on_step=on_step, cache=cache)
+        texts = makefiles.texts(tree.folder, folders)
+        found.append(makefiles.module_at(place, index, config, texts))
+    return _Layout(tuple(found), headers)
+
+
+def _key(root: BuildRoot, arm: Arm, layout: _Layout, files: Mapping[str, bytes]) -> str:
     state = hashlib.sha256()
     inputs = (
         *(str(_RECIPE), root.kernel.release, root.kernel.version, root.compiler, root.kernel_dir),
-        *(arm.digest, _stamp(arm), _kbuild(module)),
+        *(arm.digest, _stamp(arm), *layout.kbuilds().values()),
     )
     for part in inputs:
         state.update(hashlib.sha256(part.encode()).digest())
     for name, content in sorted(files.items()):
         state.update(hashlib.sha256(name.encode()).digest() + hashlib.sha256(content).digest())
-    return f"{module.name}-{arm.name}-{state.hexdigest()[:16]}"
+    return f"{arm.module}-{arm.name}-{state.hexdigest()[:16]}"
 
 
 def _load(entry: Path) -> BuiltModule | None:
     """The module in a cache entry; None when there is none or it is not what was put there."""
     try:
         made = json.loads((entry / "metadata.json").read_text())
-        path = entry / made["file"]
-        if hashlib.sha256(path.read_bytes()).hexdigest() != made["module"]["sha256"]:
-            return None
-        kept: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in made["module"].items()
-        }
-        return BuiltModule(path=path, log_path=entry / "build.log", cached=True, **kept)
+        return _read(entry, made["module"])
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError, KeyError, TypeError):
         return None
+
+
+def _read(entry: Path, record: Mapping[str, Any]) -> BuiltModule | None:
+    kept: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
+    }
+    for name in ("before", "after"):
+        items = tuple(_read(entry, item) for item in kept.get(name, ()))
+        if None in items:
+            return None
+        kept[name] = items
+    path = entry / f"{record['module']}.ko"
+    if hashlib.sha256(path.read_bytes()).hexdigest() != record["sha256"]:
+        return None
+    return BuiltModule(path=path, log_path=entry / "build.log", cached=True, **kept)
+
+
+def _moved(built: BuiltModule, entry: Path) -> BuiltModule:
+    """The module as it is in its cache entry."""
+    return replace(
+        built,
+        path=entry / built.path.name,
+        log_path=entry / "build.log",
+        before=tuple(_moved(item, entry) for item in built.before),
+        after=tuple(_moved(item, entry) for item in built.after),
+    )
+
+
+def _files(
+    root: BuildRoot, arm: Arm, layout: _Layout, on_step: OnStep, cache: Path
+) -> dict[str, bytes]:
+    """The base's own files that the arm's build needs, by path."""
+    folders = {posixpath.dirname(name) for name in layout.files}
+    version = root.kernel.version
+    try:
+        tree = ensure_folders(root.archive, version, folders, on_step=on_step, cache=cache)
+        return tree.read_files(layout.files, arm.module)
+    except InfrastructureError as error:
+        # What the table names is the source package's fault; what the patch names is its own.
+        absent = next(
+            (name for name in layout.headers if posixpath.dirname(name) in str(error)), ""
+        )
+        if not absent:
+            raise
+        raise UserError(
+            f"arm {arm.name} changes {absent}, which linux {version} does not have",
+            remedy="it is for another kernel: port the patch to this one",
+        ) from None
 
 
 def build_module(
@@ -149,11 +293,13 @@ def build_module(
 ) -> BuiltModule:
     """The module of an arm; built when the cache does not have it.
 
+    An arm of several modules has the others with it, see `BuiltModule.loading`.
+
     Args:
         root: Build root of the base kernel.
         arm: The arm.
         on_step: Receives a line before each step that takes time.
-        modules: The modules that arms can change.
+        modules: How modules are built; those that it lacks are looked up in the base's Makefiles.
         cache: Cache folder; the settings' when None.
 
     Raises:
@@ -163,39 +309,33 @@ def build_module(
             module for this kernel.
     """
     arm.check_serves(root.kernel)
-    module = find_module(arm.module, modules)
     cache = cache or settings().cache
-    tree = ensure_source(
-        root.archive, root.kernel.version, on_step=on_step, modules=modules, cache=cache
-    )
-    files = tree.read(module)
+    layout = _layout(root, arm, modules, on_step, cache)
+    files = _files(root, arm, layout, on_step, cache)
     store = Store(cache / "modules")
-    key = _key(root, arm, module, files)
+    key = _key(root, arm, layout, files)
     if found := _load(store.entry(key)):
         return found
     with store.locked(key, on_step):
         if found := _load(store.entry(key)):
             return found
         require_space(store.folder, _SPACE_GB)
-        on_step(f"building {module.name}, arm {arm.name}, for {root.kernel.release}")
+        what = ", ".join(arm.modules)
+        on_step(f"building {what}, arm {arm.name}, for {root.kernel.release}")
         with store.building(key, keep_failed=True) as folder:
-            build = _Build(root, arm, module, folder, kept=store.failed(key))
-            built = build.run(files)
-    entry = store.entry(key)
-    return BuiltModule(
-        **{**vars(built), "path": entry / built.path.name, "log_path": entry / "build.log"}
-    )
+            built = _Build(root, arm, layout, folder, kept=store.failed(key)).run(files)
+    return _moved(built, store.entry(key))
 
 
 class _Build:
     """One build in a fresh folder, with its log and its metadata."""
 
     def __init__(
-        self, root: BuildRoot, arm: Arm, module: ModuleSource, folder: Path, *, kept: Path
+        self, root: BuildRoot, arm: Arm, layout: _Layout, folder: Path, *, kept: Path
     ) -> None:
         self.root = root
         self.arm = arm
-        self.module = module
+        self.layout = layout
         self.folder = folder
         self.tree = folder / "tree"
         self.kept = kept
@@ -210,7 +350,7 @@ class _Build:
             "experiment": arm.experiment,
             "arm": arm.name,
             "patches": [patch.path.name for patch in arm.patches],
-            "file": f"{module.name}.ko",
+            "file": f"{arm.module}.ko",
         }
 
     def run(self, files: Mapping[str, bytes]) -> BuiltModule:
@@ -250,32 +390,46 @@ class _Build:
         for patch in self.arm.patches:
             self._apply(patch)
         (self.tree / _STAMP).write_text(_stamp(self.arm))
-        (self.tree / self.module.directory / "Kbuild").write_text(_kbuild(self.module))
+        for folder, text in self.layout.kbuilds().items():
+            (self.tree / folder / "Kbuild").write_text(text)
 
     def _apply(self, patch: Patch) -> None:
         version = f"linux {self.root.kernel.version}"
-        self.log += apply_patch(patch, self.tree, self.module, version)
+        first, *others = self.layout.modules
+        self.log += apply_patch(patch, self.tree, first, version, *others, self.layout.shared)
 
     def _compile(self) -> BuiltModule:
-        where = f"{WORK}/{self.module.directory}"
+        where = f"{WORK}/{self.layout.folder}".rstrip("/")
         argv = ["make", "-j2", "-C", self.root.kernel_dir, f"M={where}", "modules"]
         done = self.root.run(argv, self.tree, timeout=_BUILD_SECONDS, check=False)
         stderr = done.stderr.replace(f"{WORK}/", "")
         self.log += f"$ {' '.join(argv)}\n{done.stdout}{stderr}"
         if done.returncode != 0:
             raise self._make_failure(argv, done, stderr)
-        name = f"{self.module.name}.ko"
-        self.root.run(["strip", "--strip-debug", f"{where}/{name}"], self.tree)
-        target = self.folder / name
-        (self.tree / self.module.directory / name).replace(target)
-        return self._examine(target, stderr)
+        found: dict[str, BuiltModule] = {}
+        needs: dict[str, set[str]] = {}
+        for module in self.layout.modules:
+            name = f"{module.name}.ko"
+            place = f"{module.directory}/{name}"
+            self.root.run(["strip", "--strip-debug", f"{WORK}/{place}"], self.tree)
+            target = self.folder / name
+            (self.tree / place).replace(target)
+            elf = ModuleFile.read(target)
+            found[module.name] = self._examine(elf, target, module, stderr)
+            needs[module.name] = set(elf.modinfo.get("depends", "").split(","))
+        # In the arm's own order, as far as what one needs of another lets it be.
+        order = {name: needs[name] & set(found) - {name} for name in found}
+        loading = [found[name] for name in TopologicalSorter(order).static_order()]
+        main = found[self.layout.modules[0].name]
+        at = loading.index(main)
+        return replace(main, before=tuple(loading[:at]), after=tuple(loading[at + 1 :]))
 
     def _make_failure(
         self, argv: list[str], done: local.Completed, stderr: str
     ) -> UserError | InfrastructureError:
         if _OUT_OF_RESOURCES.search(stderr) or not _ERROR.search(stderr):
             return InfrastructureError(
-                f"building {self.module.name} for arm {self.arm.name} failed",
+                f"building {', '.join(self.arm.modules)} for arm {self.arm.name} failed",
                 remedy="free memory or disk space if the lines above say so; the whole log is "
                 f"{self.kept / 'build.log'}",
                 command=argv,
@@ -295,8 +449,9 @@ class _Build:
             returncode=done.returncode,
         )
 
-    def _examine(self, path: Path, stderr: str) -> BuiltModule:
-        elf = ModuleFile.read(path)
+    def _examine(
+        self, elf: ModuleFile, path: Path, module: ModuleSource, stderr: str
+    ) -> BuiltModule:
         vermagic = elf.modinfo.get("vermagic", "")
         release = self.root.kernel.release
         if not elf.build_id:
@@ -320,7 +475,7 @@ class _Build:
         changed = dict.fromkeys(name for patch in self.arm.patches for name in patch.files)
         return BuiltModule(
             path=path,
-            module=self.module.name,
+            module=module.name,
             experiment=self.arm.experiment,
             arm=self.arm.name,
             side=self.arm.side,

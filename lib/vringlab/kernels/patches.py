@@ -76,7 +76,7 @@ class Patch:
     Attributes:
         path: The file.
         title: What it does, one line.
-        module: The module it changes.
+        module: The module it changes; several with commas, the one that matters most first.
         side: Whose module: the guest's or the host's.
         serves: Base kernel versions that it was written for.
         message_id: Message-id of the mail that it follows; empty when there is none.
@@ -114,9 +114,10 @@ class Arm:
         experiment: Name of the experiment.
         base: Base kernel as a folder name, e.g. `debian-6.12`.
         name: Name of the arm.
-        module: The module it changes.
+        module: The module it changes; the first where there are several.
         side: Whose module: the guest's or the host's.
         patches: Its patch files in order; those without a diff only describe.
+        others: Further modules that it changes.
     """
 
     experiment: str
@@ -125,6 +126,17 @@ class Arm:
     module: str
     side: Side
     patches: tuple[Patch, ...]
+    others: tuple[str, ...] = ()
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """All modules that it changes."""
+        return (self.module, *self.others)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files that its patches change, each once."""
+        return tuple(dict.fromkeys(name for patch in self.patches for name in patch.files))
 
     @property
     def shipped(self) -> bool:
@@ -241,6 +253,15 @@ def _changed_files(diff: str) -> Iterator[str]:
             yield line[6:].split("\t")[0]
 
 
+def _created(diff: str) -> Iterator[str]:
+    """Files that the diff makes."""
+    before = ""
+    for line in diff.splitlines():
+        if before.startswith("--- /dev/null") and line.startswith("+++ b/"):
+            yield line[6:].split("\t")[0]
+        before = line
+
+
 def _hunks(diff: str) -> Iterator[Hunk]:
     file, start = "", 0
     old = new = 0
@@ -324,19 +345,24 @@ def load_arm(experiment: str, base: str, arm: str, *, data: Path | None = None) 
     if len({(patch.module, patch.side) for patch in patches}) > 1:
         raise UserError(
             f"the patches of arm {name} of {experiment} do not agree on Module and Side",
-            remedy="an arm changes one module on one side; split it into two arms",
+            remedy="an arm's patches are built into the same modules, on one side",
         )
     first = patches[0]
-    return Arm(experiment, folder_name(base), name, first.module, first.side, patches)
+    module, *others = (item.strip() for item in first.module.split(","))
+    base_name = folder_name(base)
+    return Arm(experiment, base_name, name, module, first.side, patches, tuple(others))
 
 
-def apply_patch(patch: Patch, tree: Path, module: ModuleSource, version: str) -> str:
+def apply_patch(
+    patch: Patch, tree: Path, module: ModuleSource, version: str, *others: ModuleSource
+) -> str:
     """Apply a patch to a module's files.
 
     Args:
         patch: The patch; one without a diff changes nothing.
         tree: Folder with the kernel's layout that has the module's files.
         module: The module.
+        others: Further modules that are built with it, and the headers that they share.
         version: Version of the source, for messages.
 
     Returns:
@@ -349,12 +375,14 @@ def apply_patch(patch: Patch, tree: Path, module: ModuleSource, version: str) ->
     """
     if not patch.diff:
         return f"{patch.path.name}: as shipped\n"
-    if foreign := sorted(set(patch.files) - set(module.files)):
+    known = {file for item in (module, *others) for file in item.files}
+    # A file that the patch itself makes is nobody's yet.
+    if foreign := sorted(set(patch.files) - known - set(_created(patch.diff))):
         raise UserError(
             f"{patch.path.name} changes {', '.join(foreign)}, which is not built into "
             f"{module.name}",
-            remedy="an arm can change one module; a patch that reaches further needs a full "
-            "kernel build, which is not supported yet",
+            remedy="name the other modules too (`Module: A, B`); a patch that reaches beyond "
+            "modules takes a build of the whole kernel",
         )
     done = local.run(
         ["git", "apply", "--verbose", "--whitespace=nowarn", "-"],
@@ -402,6 +430,11 @@ def describe_misfit(hunk: Hunk, content: str, patch: Patch, version: str) -> str
         patch: The patch it is from.
         version: Version of the source.
     """
+    return misfit_text(hunk, content, patch.path.name, version)
+
+
+def misfit_text(hunk: Hunk, content: str, name: str, version: str) -> str:
+    """As `describe_misfit`, of a patch called `name`."""
     lines = content.splitlines()
     expected = hunk.before
     position = _nearest(expected, lines, hunk.start - 1)
@@ -414,7 +447,7 @@ def describe_misfit(hunk: Hunk, content: str, patch: Patch, version: str) -> str
     ]
     return "\n".join(
         [
-            f"{patch.path.name} does not apply to {hunk.file} of {version}",
+            f"{name} does not apply to {hunk.file} of {version}",
             f"  the hunk, written for line {hunk.start}:",
             *(f"    {line}".rstrip() for line in hunk.lines[:_SHOWN_LINES]),
             *(["    ..."] if len(hunk.lines) > _SHOWN_LINES else []),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import lzma
+import posixpath
 import tarfile
 import zlib
 from collections.abc import Iterable, Mapping
@@ -24,19 +25,21 @@ class ModuleSource:
         name: The module's name, as in `/sys/module`.
         directory: Its folder in the kernel's tree.
         objects: Its sources without suffix; the module is linked from them.
-        headers: Private headers in the same folder.
+        headers: Private headers, by their path from that folder.
+        flags: Lines of its Makefile that set the compiler's flags.
     """
 
     name: str
     directory: str
     objects: tuple[str, ...]
     headers: tuple[str, ...] = field(default=())
+    flags: tuple[str, ...] = field(default=())
 
     @property
     def files(self) -> tuple[str, ...]:
         """All its files, relative to the kernel's tree."""
         names = (*(f"{item}.c" for item in self.objects), *self.headers)
-        return tuple(f"{self.directory}/{name}" for name in names)
+        return tuple(posixpath.normpath(f"{self.directory}/{name}") for name in names)
 
     @property
     def kbuild(self) -> str:
@@ -45,12 +48,16 @@ class ModuleSource:
         # A module of one source of its own name must not list itself: kbuild calls that a cycle.
         if self.objects != (self.name,):
             lines.append(f"{self.name}-y := {' '.join(f'{item}.o' for item in self.objects)}")
+        lines += self.flags
         return "\n".join(lines) + "\n"
 
 
 def _table(*modules: ModuleSource) -> Mapping[str, ModuleSource]:
     return MappingProxyType({module.name: module for module in modules})
 
+
+#: The series of the kernel whose Makefiles the table below repeats.
+TABLE_OF = (6, 12)
 
 #: The modules of virtio, vsock and vhost; names and sources are those of the kernel's Makefiles.
 MODULES = _table(
@@ -98,12 +105,24 @@ class SourceTree:
         Raises:
             InfrastructureError: the source package lacks one.
         """
+        return self.read_files(module.files, module.name)
+
+    def read_files(self, names: Iterable[str], module: str) -> dict[str, bytes]:
+        """Files of the tree by their path.
+
+        Args:
+            names: Their paths.
+            module: What they are for, for messages.
+
+        Raises:
+            InfrastructureError: the source package lacks one.
+        """
         found: dict[str, bytes] = {}
-        for name in module.files:
+        for name in names:
             path = self.folder / name
             if not path.is_file():
                 raise InfrastructureError(
-                    f"the source of {self.version} has no {name}, needed for {module.name}",
+                    f"the source of {self.version} has no {name}, needed for {module}",
                     remedy="this base kernel arranges its sources differently; see MODULES in "
                     "vringlab/kernels/source.py",
                     host="local",
@@ -187,7 +206,35 @@ def ensure_source(
     Raises:
         InfrastructureError: the archive is damaged or lacks a folder; the disk is full.
     """
-    folders = sorted({module.directory for module in modules.values()})
+    folders = {posixpath.dirname(name) for module in modules.values() for name in module.files}
+    return ensure_folders(archive, version, folders, on_step=on_step, cache=cache)
+
+
+def ensure_folders(
+    archive: Path,
+    version: str,
+    wanted: Iterable[str],
+    *,
+    on_step: OnStep,
+    cache: Path | None = None,
+) -> SourceTree:
+    """The C files directly in some folders, unpacked once; all in a tree that is a folder.
+
+    Args:
+        archive: The source package's archive, or the folder of a tree.
+        version: The source package's version.
+        wanted: Folders of the kernel's tree. Those of the modules of this collection come
+            together, whichever of them is wanted.
+        on_step: Receives a line before the archive is read (some ten seconds).
+        cache: Cache folder; the settings' when None.
+
+    Raises:
+        InfrastructureError: the archive is damaged or lacks a folder; the disk is full.
+    """
+    if archive.is_dir():
+        return SourceTree(folder=archive, version=version)
+    ours = {module.directory for module in MODULES.values()}
+    folders = sorted(ours if set(wanted) <= ours else set(wanted))
     key = f"{version}-{hashlib.sha256(repr((version, folders)).encode()).hexdigest()[:12]}"
     store = Store((cache or settings().cache) / "sources")
     entry = store.entry(key)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 
 from vringlab.errors import InfrastructureError, TransientError, UserError
+from vringlab.kernels.bundle import KernelBundle
 from vringlab.lab import vhost_nic
 from vringlab.lab.embedded import HostMachine
 from vringlab.lab.pinning import Layout, pin
@@ -165,9 +166,21 @@ def qemu_argv(
     cid: int,
     qmp_port: int,
     root_disk: str = "/dev/vda",
+    kernel_folder: str = "",
 ) -> list[str]:
-    """QEMU's command line on the KVM host; pure, so that it can be read before anything boots."""
+    """QEMU's command line on the KVM host; pure, so that it can be read before anything boots.
+
+    Args:
+        spec: The guest.
+        release: Release of the kernel.
+        host_kind: Kind of the host.
+        cid: vsock context id.
+        qmp_port: TCP port of the monitor on the host's loopback.
+        root_disk: The image, as the host sees it.
+        kernel_folder: Where another kernel than the image's is, with its initrd and modules.
+    """
     emulated = host_kind == "emulated"
+    file = "vmlinux" if emulated else "vmlinuz"
     append = (
         f"console=ttyS0 quiet panic=-1 {_FAST_BOOT if emulated else ''} vringlab.role=guest "
         f"vringlab.mac={_MANAGEMENT_MAC} vringlab.address={_GUEST_ADDRESS}/24 "
@@ -189,13 +202,14 @@ def qemu_argv(
         *("-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"),
         *(
             "-kernel",
-            f"/boot/{'vmlinux' if emulated else 'vmlinuz'}-{release}",
+            f"{kernel_folder}/{file}" if kernel_folder else f"/boot/{file}-{release}",
             "-initrd",
-            f"{WORK}/initrd",
+            f"{kernel_folder or WORK}/initrd",
         ),
         *("-append", " ".join(append.split())),
         *("-drive", f"file={root_disk},if=none,id=root,format=raw,readonly=on,file.locking=off"),
         *("-device", "virtio-blk-pci,drive=root"),
+        *(_modules_disk(kernel_folder) if kernel_folder else ()),
         *(
             "-netdev",
             f"tap,id=mgmt,ifname={_TAP},script=no,downscript=no,"
@@ -220,6 +234,25 @@ def qemu_argv(
             "rx_queue_size=256",
         ]
     return argv
+
+
+def _modules_disk(folder: str) -> tuple[str, ...]:
+    """The second disk, from which a kernel's own initrd lays its modules over the root."""
+    file = f"file={folder}/modules.squashfs,if=none,id=modules,format=raw,readonly=on"
+    return ("-drive", file, "-device", "virtio-blk-pci,drive=modules")
+
+
+def _deliver(host: HostMachine, kernel: KernelBundle) -> str:
+    """Bring a kernel to the host, once; the folder there."""
+    folder = f"{WORK}/kernels/{kernel.digest}"
+    if host.machine.run(["test", "-d", folder], check=False).returncode == 0:
+        return folder
+    host.machine.run(["mkdir", "-p", f"{folder}.new"])
+    image = kernel.vmlinux if host.kind == "emulated" else kernel.vmlinuz
+    for file in (image, kernel.initrd, kernel.modules):
+        host.machine.put(file, f"{folder}.new/{file.name}")
+    host.machine.run(["mv", f"{folder}.new", folder])
+    return folder
 
 
 def prepare_host(host: HostMachine) -> None:
@@ -249,18 +282,22 @@ def prepare_host(host: HostMachine) -> None:
     )
 
 
-def _launch(host: HostMachine, spec: GuestSpec) -> tuple[int, tuple[str, ...], int, int]:
+def _launch(
+    host: HostMachine, spec: GuestSpec, kernel: KernelBundle | None = None
+) -> tuple[int, tuple[str, ...], int, int]:
     """Start QEMU with the first free CID and monitor port: (pid, argv, cid, port)."""
     cids, ports = itertools.count(_FIRST_CID), itertools.count(_FIRST_QMP_PORT)
     cid, port = next(cids), next(ports)
+    folder = _deliver(host, kernel) if kernel is not None else ""
     for _ in range(_TRIES):
         argv = qemu_argv(
             spec,
-            release=host.image.release,
+            release=kernel.kernel.release if kernel else host.image.release,
             host_kind=host.kind,
             cid=cid,
             qmp_port=port,
             root_disk=host.root_disk,
+            kernel_folder=folder,
         )
         done = host.machine.run(
             f"rm -f {WORK}/console.log {WORK}/qemu.pid; taskset -c 0 {shlex.join(argv)} && "
@@ -421,6 +458,7 @@ def boot_guest(
     spec: GuestSpec,
     *,
     on_step: Callable[[str], None] = lambda _: None,
+    kernel: KernelBundle | None = None,
 ) -> Iterator[Guest]:
     """Boot a guest on the host (see `prepare_host`), pinned; it ends with the block.
 
@@ -428,6 +466,7 @@ def boot_guest(
         host: A KVM host.
         spec: The guest.
         on_step: Told what is being done.
+        kernel: Its kernel; the image's when None.
 
     Raises:
         TransientError: it never came up; its console's last lines are in the error.
@@ -439,7 +478,7 @@ def boot_guest(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_testpmd(host, spec, layout))
         on_step("booting the guest")
-        pid, argv, cid, port = _launch(host, spec)
+        pid, argv, cid, port = _launch(host, spec, kernel)
         stack.callback(_end_qemu, host, pid)
         deadline = time.monotonic() + settings().boot_timeout
         tunnel = stack.enter_context(machine.tunnel("127.0.0.1", port, timeout=60))

@@ -35,6 +35,7 @@ from vringlab.report.path_view import path_rows
 from vringlab.report.summary import HEADLINE, Summary, count, host_text, run_notes, summarise
 from vringlab.report.tables import ArmTable, arm_table
 from vringlab.report.time_budget import duration, phases, sentence
+from vringlab.report.trial_view import lines as trial_lines
 from vringlab.report.verdict_view import WORDS
 
 #: Name of the page in a run folder.
@@ -135,6 +136,7 @@ def render(run: RunFrames) -> str:
         notes=run_notes(summary),
         verdicts=[_verdict(verdict) for verdict in measured],
         verdict_counts=_counts(measured),
+        tried=[_unbroken(line) for line in trial_lines(run)] if run.tried else [],
         no_verdicts=problem or "No published figure is about what this run measured.",
         others=[_claim_text(claim) for claim in others],
         figures=_figures(summary),

@@ -45,7 +45,7 @@ _AXIS = 0.42
 def probes_of(run: RunFrames) -> Probes | None:
     """What the run's experiment counts; None where its file is not here or counts nothing."""
     with suppress(UserError):
-        return experiments.load(run.plan.experiment).counted
+        return experiments.of_run(run.path, run.plan.experiment).counted
     return None
 
 

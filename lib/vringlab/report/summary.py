@@ -176,7 +176,7 @@ def _value_order(run: RunFrames) -> dict[tuple[str, str], list[Value]]:
     """
     order: dict[tuple[str, str], list[Value]] = {}
     with suppress(UserError):
-        for use in experiments.load(run.plan.experiment).workloads:
+        for use in experiments.of_run(run.path, run.plan.experiment).workloads:
             for name, values in use.matrix.items():
                 known = order.setdefault((use.workload, name), [])
                 known += [value for value in values if value not in known]

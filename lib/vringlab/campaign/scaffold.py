@@ -1,0 +1,278 @@
+"""The files of a new experiment: YAML, patches, claims and a notebook. Never overwrites one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vringlab.cachedir import OnStep
+from vringlab.campaign.experiment import Arm, Experiment, Seed, WorkloadUse
+from vringlab.campaign.files import write_new, writing
+from vringlab.campaign.trial import PROFILES, REFERENCE, prepare, serves
+from vringlab.errors import UserError
+from vringlab.image.build import ensure_image
+from vringlab.kernels.patches import Side
+from vringlab.kernels.series import Series, read_series
+from vringlab.kernels.stack import choose_side
+from vringlab.kernels.whole import prepare_base
+from vringlab.settings import settings
+from vringlab.workloads import base as workload_base
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
+
+_CLAIMS_HEAD = """\
+# The figures that were published with the patch; each gets a verdict (`vringlab audit` checks the
+# file). Below is a form to be filled in: as long as its state is `withdrawn`, nothing is held
+# against it. Give `before` and `after`, or `change` in percent, in place of `no_difference`.
+"""
+
+
+def write(
+    name: str,
+    *,
+    patch: str | None = None,
+    module: str | None = None,
+    workloads: Sequence[str] = (),
+    base: str = "debian:6.12",
+    tree: Path | None = None,
+    side: Side | None = None,
+    on_step: OnStep = lambda _: None,
+) -> list[Path]:
+    """Write the files of a new experiment.
+
+    Args:
+        name: Its name.
+        patch: A patch, as `vringlab try` takes it.
+        module: Without a patch, the module that its arms change.
+        workloads: Workloads that measure it.
+        base: The base kernel.
+        tree: Git tree of a range.
+        side: Whose module is replaced.
+        on_step: Told what takes time.
+
+    Returns:
+        The files written.
+
+    Raises:
+        UserError: a bad name, neither patch nor module, an unknown workload, a file that is
+            there already, or as for `trial.prepare`.
+        InfrastructureError: a file cannot be written.
+    """
+    if not _NAME.fullmatch(name):
+        raise UserError(
+            f"{name!r} cannot be an experiment's name",
+            remedy="use a-z, 0-9, dashes and underscores, at most 40",
+        )
+    if (patch is None) == (module is None):
+        raise UserError(
+            "an experiment needs a patch, or the module that its arms will change",
+            remedy="say --from PATCH, or --module NAME",
+        )
+    if not workloads:
+        raise UserError(
+            "what shall measure the experiment?",
+            remedy=f"say --workload with one of: {', '.join(workload_base.names())}",
+        )
+    root = settings().root
+    notebook = f"notebooks/70_{name.replace('-', '_')}.ipynb"
+    taken = [
+        path
+        for path in (
+            *(f"data/{kind}/{name}.yaml" for kind in ("experiments", "claims")),
+            f"data/patches/{name}",
+            notebook,
+        )
+        if (root / path).exists()
+    ]
+    if taken:
+        raise UserError(
+            f"{', '.join(taken)} {'is' if len(taken) == 1 else 'are'} there already",
+            remedy="choose another name, or remove what is there",
+        )
+    if patch is not None:
+        series = read_series(patch, tree=tree)
+        experiment, patches = _of_patch(name, series, workloads, base, side, on_step)
+    else:
+        assert module is not None, "refused above"
+        experiment, patches = _of_module(name, module, workloads, base, side, on_step)
+    files = {
+        f"data/experiments/{name}.yaml": experiment.to_yaml(),
+        f"data/claims/{name}.yaml": _claims(experiment),
+        **{f"data/{path}": text for path, text in patches.items()},
+        notebook: _notebook(experiment),
+    }
+    written = []
+    for path, text in files.items():
+        with writing(root / path):
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            write_new(root / path, text.encode("utf-8", "surrogateescape"))
+        written.append(root / path)
+    return written
+
+
+def _of_patch(
+    name: str,
+    series: Series,
+    workloads: Sequence[str],
+    base: str,
+    side: Side | None,
+    on_step: OnStep,
+) -> tuple[Experiment, Mapping[str, str]]:
+    trial = prepare([series], workloads, base=base, side=side, name=name, on_step=on_step)
+    only, wide = serves(trial.kernel), serves(trial.kernel, series=True)
+    files = {
+        path: text.replace(f"Serves: {only}\n", f"Serves: {wide}\n", 1)
+        for path, text in trial.files.items()
+    }
+    return trial.experiment, files
+
+
+def _of_module(
+    name: str,
+    module: str,
+    workloads: Sequence[str],
+    base: str,
+    side: Side | None,
+    on_step: OnStep,
+) -> tuple[Experiment, Mapping[str, str]]:
+    chosen = choose_side([module], side)
+    image = ensure_image(on_step=on_step)
+    kernel = prepare_base(base, image, on_step=on_step).kernel
+    experiment = Experiment(
+        name=name,
+        title=f"{module}: say in one line what the patch does",
+        summary="Say what the patch changes, and what its mail claims.",
+        seed=Seed(message_id="unknown", subject="unknown", date="2000-01-01", file="none"),  # type: ignore[arg-type]  # pydantic reads the date
+        base_kernel=base,
+        module=module,
+        side=chosen,
+        reference=REFERENCE,
+        arms=(
+            Arm(name=REFERENCE, summary="The base kernel's module as it is."),
+            Arm(name="patched", summary="With the patch."),
+        ),
+        claims=f"{name}.yaml",
+        workloads=tuple(WorkloadUse(workload=item, matrix={}) for item in workloads),
+        profiles=dict(PROFILES),
+    )
+    head = f"Module: {module}\nSide: {chosen}\nServes: {serves(kernel, series=True)}\nDiff: none\n"
+    folder = f"patches/{name}/{kernel.name}"
+    empty = (
+        "Put the diff, from the kernel's top folder, below this text, and take the line "
+        "`Diff: none` away.\n"
+    )
+    return experiment, {
+        f"{folder}/{REFERENCE}.patch": f"Title: the module as it is\n{head}\nThe reference arm.\n",
+        f"{folder}/patched.patch": f"Title: say what it does\n{head}\n{empty}",
+    }
+
+
+def _claims(experiment: Experiment) -> str:
+    seed = experiment.seed
+    workload = experiment.workloads[0].workload
+    metric, unit, direction = _METRIC.get(workload, ("throughput", "Gb/s", "higher"))
+    document: dict[str, Any] = {
+        "format": 1,
+        "experiment": experiment.name,
+        "title": experiment.title,
+        "publications": [
+            {
+                "version": "v1",
+                "message_id": seed.message_id if "@" in seed.message_id else "unverified",
+                "date": None,
+                "source": seed.file,
+                "status": {"state": "withdrawn", "by": "nobody yet: this is a form to fill in"},
+                "arms": [experiment.reference, experiment.arm_names[-1]],
+                "environment": {"kind": "unknown", "kernel": None, "text": ""},
+                "path": "",
+                "tool": workload,
+                "workload": workload,
+                "n": None,
+                "duration_s": None,
+                "claims": [
+                    {
+                        "id": "example",
+                        "metric": metric,
+                        "unit": unit,
+                        "direction": direction,
+                        "no_difference": True,
+                    }
+                ],
+            }
+        ],
+    }
+    document["publications"][0]["path"] = experiment.module
+    return _CLAIMS_HEAD + yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100)
+
+
+#: What the first claim of a workload is most often about.
+_METRIC: Mapping[str, tuple[str, str, str]] = {
+    "fio-vsock-pingpong": ("rtt_mean", "us", "lower"),
+    "vsock-pingpong": ("rtt_mean", "us", "lower"),
+    "pktgen-testpmd": ("pps_tx", "kpps", "higher"),
+    "netperf": ("throughput", "Gb/s", "higher"),
+    "vsock-stream": ("throughput", "Gb/s", "higher"),
+}
+
+
+def _notebook(experiment: Experiment) -> str:
+    """A notebook in the form of the collection's: parameters, run, where, arms, verdicts."""
+    arms = "\n".join(f"| `{arm.name}` | {arm.summary} |" for arm in experiment.arms)
+    cells = (
+        f"# {experiment.title}\n\n{experiment.summary}\n\n| arm | |\n|---|---|\n{arms}\n\n"
+        "## Parameters\n\n"
+        "- `host`: `replay` reads the recording `data/recorded/"
+        f"{experiment.name}`, `replay:RUN` a run of yours; `embedded` measures on this machine.\n"
+        "- `profile`: `smoke`, `quick` or `full`. `params`, `arms`: other values; none for the "
+        "experiment's own.\n"
+        "- `figures_folder`: where to write the figures; nowhere when `None`.",
+        'host = "replay"\nprofile = "quick"\nseed = 1\nparams = {}\narms = []\nswitch = "swap"\n'
+        "figures_folder = None",
+        "from vringlab.collect import RunParameters\n\n"
+        "parameters = RunParameters.read(globals())\n"
+        f'run = parameters.run("{experiment.name}")',
+        "## What was measured, and where",
+        "from vringlab.report.claim_figures import shown\n"
+        "from vringlab.report.notebook import about, arms_of\n\nshown(about(run))",
+        "shown(arms_of(run))",
+        "## Arms against the reference\n\nBlock by block: within one block all arms were measured "
+        "in one guest, in an order drawn from the seed.",
+        "from vringlab.report.notebook import keep_figures, show_arms, show_figures\n\n"
+        "show_arms(run)",
+        'show_figures(run, "effects")\nkeep_figures(run, parameters.figures_folder)',
+        "## The verdict",
+        "from vringlab.analysis.judgement import verdicts_of\n"
+        "from vringlab.report.verdict_view import verdict_table\n\n"
+        "verdict_table(verdicts_of(run))",
+    )
+    texts = [_cell(experiment.name, number, text) for number, text in enumerate(cells)]
+    document = {
+        "cells": texts,
+        "metadata": {
+            "kernelspec": {
+                "display_name": "Python 3",
+                "language": "python",
+                "name": "python3",
+            },
+            "language_info": {"name": "python"},
+        },
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
+    return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+
+
+def _cell(name: str, number: int, text: str) -> dict[str, Any]:
+    lines = [f"{line}\n" for line in text.split("\n")]
+    lines[-1] = lines[-1][:-1]
+    cell: dict[str, Any] = {"id": f"{name}-{number:02}", "metadata": {}, "source": lines}
+    if text.startswith("#"):
+        return {"cell_type": "markdown", **cell}
+    if text.startswith("host = "):
+        cell["metadata"] = {"tags": ["parameters"]}
+    return {"cell_type": "code", "execution_count": None, "outputs": [], **cell}
