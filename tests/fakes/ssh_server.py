@@ -338,13 +338,13 @@ def _unpacked_sshd() -> str | None:
     target = settings().cache / "test-sshd"
     program = target / "sshd"
     if program.exists():
-        return str(program)
+        return _loadable(program)
     if not all(map(shutil.which, ("apt-get", "dpkg-deb"))):
         return None
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as name:
         made = Path(name) / "made"
-        for package in ("openssh-server", "libwrap0"):
+        for package in ("openssh-server", "libwrap0", "libwtmpdb0"):
             subprocess.run(
                 ["apt-get", "-q", "download", package],
                 cwd=name,
@@ -365,7 +365,13 @@ def _unpacked_sshd() -> str | None:
         (made / "sshd").chmod(0o755)
         with contextlib.suppress(OSError):
             made.rename(target)
-    return str(program) if program.exists() else None
+    return _loadable(program) if program.exists() else None
+
+
+def _loadable(program: Path) -> str | None:
+    # It may lack a library that is not in those packages; the loader says so by this status.
+    tried = subprocess.run([program, "-V"], capture_output=True, check=False)
+    return None if tried.returncode == 127 else str(program)
 
 
 @dataclass
@@ -388,6 +394,17 @@ class RealServer:
             f"Port {self.port}\nListenAddress 127.0.0.1\nHostKey {self.keys.host.path}\n"
             f"AuthorizedKeysFile {authorized}\nStrictModes no\nUsePAM no\nPidFile none\n"
             f"PasswordAuthentication no\nKbdInteractiveAuthentication no\n{self.more}"
+            f"{self._helpers()}"
+        )
+
+    def _helpers(self) -> str:
+        """Since 9.8 sshd is several programs; unpacked ones are not where it expects them."""
+        folder = Path(self.program).parent / "usr" / "lib" / "openssh"
+        names = {"SshdSessionPath": "sshd-session", "SshdAuthPath": "sshd-auth"}
+        return "".join(
+            f"{option} {folder / name}\n"
+            for option, name in names.items()
+            if (folder / name).exists()
         )
 
     def _argv(self) -> list[str]:

@@ -254,9 +254,13 @@ def test_a_module_is_given_back_only_when_another_one_is_loaded(
 
 
 def test_modules_are_replaced_only_by_leave_and_for_the_kernel_that_runs(image: Image) -> None:
-    assert remote._swap_refusal("6.12.1", image, True) == ""
-    assert "--swap-host-module" in remote._swap_refusal("6.12.1", image, False)
-    assert "6.13" in remote._swap_refusal("6.13", image, True)
+    assert remote._swap_refusal("6.12.1", image) == ""
+    assert "6.13" in remote._swap_refusal("6.13", image)
+    for fine in ("embedded", "ssh://kvm1?swap-host-module"):
+        remote.require_leave(fine)
+    with pytest.raises(UserError, match="modules of the KVM host kvm1") as caught:
+        remote.require_leave("ssh://kvm1?tune")
+    assert "--swap-host-module" in caught.value.remedy
 
 
 def test_another_architecture_is_refused() -> None:

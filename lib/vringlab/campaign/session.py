@@ -30,7 +30,7 @@ from vringlab.lab.embedded import HostMachine, embedded_host
 from vringlab.lab.guest import Guest, GuestSpec, boot_guest, prepare_host
 from vringlab.lab.lab import Lab
 from vringlab.lab.probe import Probe, counting
-from vringlab.lab.remote import PREFIX, undo_swap, user_host
+from vringlab.lab.remote import PREFIX, require_leave, undo_swap, user_host
 from vringlab.lab.swap import (
     loaded_build_id,
     restore_host,
@@ -545,6 +545,8 @@ def open_session(
             arm that cannot be built.
         InfrastructureError: a tool, a machine or the disk failed.
     """
+    if experiment.side == "host":
+        require_leave(host)
     budget = Budget()
     with ExitStack() as stack:
         with budget.phase("build"):
@@ -557,7 +559,7 @@ def open_session(
                 raise UserError(
                     f"the arms of {experiment.name} are modules of the KVM host: "
                     f"{lease.host.swap_refusal}",
-                    remedy="they would replace the host's own for the length of the run",
+                    remedy="boot that kernel there, or measure them on the embedded host",
                     host=lease.host.machine.name,
                 )
         with budget.phase("build"):

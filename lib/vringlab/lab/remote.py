@@ -73,6 +73,20 @@ def with_options(address: str, *, tune: bool = False, swap_host_module: bool = F
     return f"{base}?{'&'.join(words)}"
 
 
+def require_leave(address: str) -> None:
+    """Refuse arms of the host's own modules on a user's host, unless the user allowed them.
+
+    Raises:
+        UserError: they were not allowed.
+    """
+    if address.startswith(PREFIX) and SWAP not in parse(address).options:
+        raise UserError(
+            f"the arms are modules of the KVM host {parse(address)} itself, and would replace its "
+            "own for the length of the run",
+            remedy=f"allow it with --{SWAP}, or measure on the embedded host",
+        )
+
+
 # --- the image -----------------------------------------------------------------------------
 
 
@@ -228,15 +242,10 @@ def _check(machine: Machine) -> None:
         )
 
 
-def _swap_refusal(release: str, image: Image, allowed: bool) -> str:
-    if release != image.release:
-        return (
-            f"it runs kernel {release}, and arms are built for {image.release}; boot that kernel "
-            "there, or measure host-side arms on the embedded host"
-        )
-    if not allowed:
-        return "its modules are replaced only with --swap-host-module"
-    return ""
+def _swap_refusal(release: str, image: Image) -> str:
+    if release == image.release:
+        return ""
+    return f"it runs kernel {release}, and arms are built for {image.release}"
 
 
 def undo_swap(module: str, build_id: str) -> str:
@@ -343,8 +352,6 @@ def user_host(
             vcpu_threads=(),
             root_disk=ROOT_DISK,
             on_change=lease.record,
-            swap_refusal=_swap_refusal(
-                str(known["kernel"]["release"]), image, SWAP in target.options
-            ),
+            swap_refusal=_swap_refusal(str(known["kernel"]["release"]), image),
             lost_is_undone=True,
         )
