@@ -234,6 +234,11 @@ def _key(kernel: BaseKernel) -> str:
 _EXTENDS = {"trixie-backports": "trixie"}
 
 
+def is_extension(suite: str) -> bool:
+    """Whether a suite only extends another one, as backports do."""
+    return suite in _EXTENDS
+
+
 def _bootstrap_argv(
     suite: str,
     root: Path,
@@ -260,7 +265,7 @@ def _bootstrap_argv(
         # Before trixie, packages still had files in /bin and /lib.
         *([f"--hook-dir={merged}"] if base == "bookworm" else []),
         *([f"--setup-hook={extend}"] if base != suite else []),
-        *(f"--customize-hook={hook}" for hook in hooks),
+        *(f"--extract-hook={hook}" for hook in hooks),
         f"--include={','.join(include)}",
         *(base, str(root)),
     ]

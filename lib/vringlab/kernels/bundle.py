@@ -25,7 +25,7 @@ from vringlab.image.build import Image
 from vringlab.image.kernel_file import uncompressed
 from vringlab.image.recipe import Recipe
 from vringlab.kernels.base import SUPPORTED, BaseKernel, check_spec, is_held, resolve
-from vringlab.kernels.buildroot import bootstrap
+from vringlab.kernels.buildroot import bootstrap, is_extension
 from vringlab.settings import settings
 from vringlab.transport import local
 
@@ -36,6 +36,9 @@ _RECIPE = 1
 _SPACE_GB = 1.5
 _PACK_S = 600.0
 _DEPMOD_S = 120.0
+
+#: Packages of the root that `pack` takes its tools from.
+TOOLS = ("base-files", "busybox-static", "kmod")
 
 #: What the release's own packages are called: until 6.12 all is in `image`.
 _PACKAGES = ("image", "binary", "modules", "base")
@@ -153,10 +156,13 @@ def write_bundle(folder: Path, digest: str, kernel: BaseKernel) -> None:
 def _fetch(suite: str, root: Path) -> str:
     """Unpack the newest kernel of a suite below `root`/kernel, with tools; its package version."""
     items = " ".join(_PACKAGES)
+    # Without being asked for, apt takes nothing from a suite that only extends another one; being
+    # asked for, it would take nothing from a suite's security updates.
+    target = f"-t {suite}" if is_extension(suite) else ""
     hook = (
         'set -eu; export APT_CONFIG="$MMDEBSTRAP_APT_CONFIG"; root=$1; '
         'mkdir -p "$root/debs" "$root/kernel"; cd "$root/debs"; '
-        f'get() {{ apt-get -q -t {suite} download "$1"; }}; get linux-image-amd64; '
+        f'get() {{ apt-get -q {target} download "$1"; }}; get linux-image-amd64; '
         # The meta package names the release, and the release its packages.
         "name=$(dpkg-deb -f linux-image-amd64_*.deb Depends | "
         "grep -o 'linux-image-[^ ,]*' | head -n 1); rm linux-image-amd64_*.deb; "
@@ -165,7 +171,7 @@ def _fetch(suite: str, root: Path) -> str:
         'dpkg-deb -f "$name"_*.deb Version > "$root/kernel-version"; '
         'for deb in *.deb; do dpkg-deb -x "$deb" "$root/kernel"; rm "$deb"; done'
     )
-    bootstrap(suite, root, ("busybox-static", "kmod"), hooks=(hook,))
+    bootstrap(suite, root, TOOLS, hooks=(hook,))
     return (root / "kernel-version").read_text().strip()
 
 
@@ -223,12 +229,14 @@ def pack(
     (target / "vmlinux").write_bytes(uncompressed(packed))
     kept = target / "modules" / "usr" / "lib" / "modules" / kernel.release
     _keep(_modules_of(tree), kept, recipe.module_folders)
+    for name in ("dev", "proc", "run"):
+        (tools / name).mkdir(exist_ok=True)
     local.run(
         [
             *("bwrap", "--unshare-all", "--die-with-parent", "--ro-bind", str(tools), "/"),
             *("--proc", "/proc", "--dev", "/dev", "--tmpfs", "/run"),
             *("--bind", str(target / "modules"), "/run"),
-            *("depmod", "-a", "-b", "/run/usr", kernel.release),
+            *("/usr/sbin/depmod", "-a", "-b", "/run/usr", kernel.release),
         ],
         timeout=_DEPMOD_S,
         remedy="see depmod's words above",

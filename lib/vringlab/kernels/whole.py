@@ -27,7 +27,14 @@ from vringlab.image.build import Image
 from vringlab.image.recipe import Recipe
 from vringlab.kernels.base import BaseKernel, check_spec, folder_name
 from vringlab.kernels.buildroot import BuildRoot, bootstrap, ensure_buildroot
-from vringlab.kernels.bundle import KernelBundle, base_kernel, load_bundle, pack, write_bundle
+from vringlab.kernels.bundle import (
+    TOOLS,
+    KernelBundle,
+    base_kernel,
+    load_bundle,
+    pack,
+    write_bundle,
+)
 from vringlab.settings import settings
 from vringlab.transport import local
 
@@ -342,7 +349,7 @@ def _pack_tree(
     )
     (stage / "boot").mkdir(parents=True)
     shutil.copy(tree / _IMAGE, stage / "boot" / f"vmlinuz-{kernel.release}")
-    bootstrap("trixie", tools, ("busybox-static", "kmod"))
+    bootstrap("trixie", tools, TOOLS)
     pack(stage, kernel, tools, folder, recipe, on_step)
     shutil.rmtree(stage)
     shutil.rmtree(tools)
@@ -408,7 +415,7 @@ class _Whole:
             (stage / "boot").mkdir()
             shutil.copy(out / "bzImage", stage / "boot" / f"vmlinuz-{release}")
             tools = self.folder / "tools"
-            bootstrap("trixie", tools, ("busybox-static", "kmod"))
+            bootstrap("trixie", tools, TOOLS)
             pack(stage, kernel, tools, self.folder, Recipe(), on_step)
             for item in (stage, tools):
                 shutil.rmtree(item)
