@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from vringlab.analysis.frames import RunFrames, load_run
@@ -95,14 +96,16 @@ class HostParameters(RunParameters):
 
     boot: bool
 
-    def diagnose(self) -> dict[str, Any]:
+    def diagnose(self) -> Mapping[str, Any]:
         """Examine the host; the recorded diagnosis where the run is a recorded one too.
 
         Raises:
             UserError, TransientError, InfrastructureError: as for `diagnose`.
         """
         replayed = self.host.partition(":")[0] == REPLAY
-        return diagnose(REPLAY if replayed else self.host, boot=self.boot)
+        found = diagnose(REPLAY if replayed else self.host, boot=self.boot)
+        # A notebook's plain values are taken for parameters; this is none.
+        return MappingProxyType(found)
 
 
 def collect(

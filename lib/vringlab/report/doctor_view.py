@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -14,7 +14,7 @@ from rich.text import Text
 from vringlab.report.claim_figures import shown
 
 #: The rows come as records, from the lab or from a file: this layer looks at no machine.
-Record = dict[str, Any]
+Record = Mapping[str, Any]
 
 _MARKS = {"ok": ("ok", "green"), "warn": ("look", "yellow"), "missing": ("missing", "bold red")}
 
