@@ -35,8 +35,11 @@ from vringlab.report.summary import change_text, summarise
 _ROW = 0.34
 _GAP = 0.28
 _AXIS = 0.42
-#: An interval of two hosts can be wider than any axis: it is cut at this many times the spread.
-_CUT = 4.0
+#: An interval of two hosts can be wider than any axis: it is cut this far beyond the blocks, in
+#: spreads of the blocks.
+_CUT = 1.2
+#: Room for the name of a tick in inches.
+_TICK = 0.62
 
 
 @dataclass(frozen=True)
@@ -181,15 +184,8 @@ def cluster_figure(
         caption=_caption(ways),
     )
     axes = made.axes((made.width - room) / 2 + left, 0.0, room - left - right, panel)
-    means = np.array([each.log_mean for each in ways])
-    spread = float(np.ptp(np.append(pairs.log_ratio, 0.0))) or 0.02
-    low = min(pairs.log_ratio.min(), 0.0, means.min() - _CUT * spread)
-    high = max(pairs.log_ratio.max(), 0.0, means.max() + _CUT * spread)
-    ends = [each for each in ways if np.isfinite(each.half)]
-    low = max(low, min([each.log_mean - each.half for each in ends] + [pairs.log_ratio.min(), 0]))
-    high = min(high, max([each.log_mean + each.half for each in ends] + [pairs.log_ratio.max(), 0]))
-    edge = 0.04 * (high - low)
-    axes.set_xlim(low - edge, high + edge)
+    low, high = _limits(pairs, ways)
+    axes.set_xlim(low, high)
     axes.set_ylim(panel, 0)
     tidy_axes(axes)
     axes.spines["left"].set_visible(False)
@@ -232,8 +228,20 @@ def cluster_figure(
             annotation_clip=False,
             gid="change",
         )
-    set_change_axis(axes, "x")
+    set_change_axis(axes, "x", most=max(2, int((room - left - right) / _TICK)))
     return made.figure
+
+
+def _limits(pairs: Pairs, ways: tuple[Level, ...]) -> tuple[float, float]:
+    """Ends of the axis: all blocks, no change, and of intervals as much as leaves those visible."""
+    core = np.append(pairs.log_ratio, 0.0)
+    low, high = float(core.min()), float(core.max())
+    most = _CUT * max(high - low, 0.02)
+    ends = [each.log_mean + sign * each.half for each in ways for sign in (-1, 1)]
+    known = [end for end in ends if np.isfinite(end)]
+    low, high = max(min([low, *known]), low - most), min(max([high, *known]), high + most)
+    edge = 0.04 * (high - low)
+    return low - edge, high + edge
 
 
 def _used(ways: tuple[Level, ...]) -> Level:
