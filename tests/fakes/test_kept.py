@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from tests.fakes import fake_keeper
@@ -23,6 +25,7 @@ from vringlab import cli_lab, collect
 from vringlab.analysis.frames import load_run
 from vringlab.campaign import experiment as experiments
 from vringlab.campaign import keeper, kept
+from vringlab.campaign.budget import Budget
 from vringlab.campaign.fake import find
 from vringlab.campaign.hosts import from_urls
 from vringlab.campaign.kept import Kept, Line
@@ -368,3 +371,44 @@ def test_lengths_of_time(text: str, value: float) -> None:
 def test_what_is_no_length_of_time(text: str) -> None:
     with pytest.raises(UserError, match="is no length of time"):
         cli_lab.seconds(text)
+
+
+# The real lab, on machines that answer as told
+
+
+def test_arms_are_built_when_they_are_asked_for_and_a_lab_without_a_guest_is_no_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[tuple[object, ...]] = []
+    monkeypatch.setattr(keeper, "prepare_arms", lambda *args: args[1])
+
+    class Session:
+        """Stands for a session whose arms each have a guest of their own."""
+
+        host, host_kind, sees_paths = "embedded", "emulated", False
+        time_budget = Budget()
+
+        def take_arms(self, *arms: object) -> None:
+            taken.append(arms)
+
+        def boot(self, *_: object) -> None:
+            taken.append(("boot",))
+
+        def provenance(self) -> dict[str, object]:
+            return {"tools": {}}
+
+        @property
+        def lab(self) -> object:
+            raise UserError("there is no guest yet")
+
+    lease = SimpleNamespace(host=SimpleNamespace(swap_refusal="", machine=SimpleNamespace()))
+    lab = keeper.KeptLab(cast(Any, lease), cast(Any, Session()), cast(Any, None), print)
+    chosen = experiments.load(VSOCK)
+    facts = lab.adopt(chosen, ["direct"], "reboot", None)
+    assert (facts.host_kind, facts.provenance) == ("emulated", {"tools": {}})
+    lab.boot("b01", {})
+    assert taken == [("guest", ("direct",), "reboot", None), ("boot",)]
+    lease.host.swap_refusal = "its modules are its own"
+    lease.host.machine.name = "kvm1"
+    with pytest.raises(UserError, match="its modules are its own"):
+        lab.adopt(experiments.load("vhost-net-rx-poll"), ["shipped"], "swap", None)

@@ -33,9 +33,16 @@ from vringlab.campaign.experiment import Experiment, Probes, Value
 from vringlab.campaign.paths import PathPass
 from vringlab.campaign.plan import guest_options, make_plan
 from vringlab.campaign.seat import Facts, Opener, Seat
-from vringlab.campaign.session import HostLease, MachineSession, build_arms, open_bare
+from vringlab.campaign.session import (
+    HostLease,
+    MachineSession,
+    Prepared,
+    open_bare,
+    prepare_arms,
+)
 from vringlab.errors import InfrastructureError, UserError
 from vringlab.image.build import Image, ensure_image
+from vringlab.kernels.whole import guest_kernel
 from vringlab.transport.local import Completed
 from vringlab.transport.ssh import Address
 from vringlab.workloads.base import Outcome
@@ -110,19 +117,26 @@ class KeptLab:
                 host=host.machine.name,
             )
         with self.time_budget.phase("build"):
-            built = build_arms(experiment, tuple(arms), self._image, self._on_step)
-        self._session.take_arms(experiment.side, built, switch, probes)
+            prepared = prepare_arms(experiment, tuple(arms), self._image, self._on_step)
+        self._session.take_arms(experiment.side, prepared, switch, probes)
         return Facts(self.host, self.host_kind, self.sees_paths, self.provenance())
 
     def boot(self, boot: str, options: Mapping[str, object]) -> None:
         """End the guest and boot a fresh one."""
         self._session.boot(boot, options)
-        # A host that was lost was opened again elsewhere.
-        write_ssh(self.ssh_hosts())
+        self._moved()
 
     def switch(self, arm: str) -> str:
         """Load an arm."""
-        return self._session.switch(arm)
+        build_id = self._session.switch(arm)
+        self._moved()
+        return build_id
+
+    def _moved(self) -> None:
+        """Tell `ssh` of a host that was lost and opened again elsewhere."""
+        # Where every arm has a guest of its own, there is none before the first arm.
+        with suppress(UserError):
+            write_ssh(self.ssh_hosts())
 
     def measure(self, workload: str, params: Mapping[str, Value], duration_s: float) -> Outcome:
         """Run a workload once."""
@@ -225,8 +239,11 @@ def open_lab(
     """
     options = guest_options(make_plan(experiment, "quick", 1))
     image = ensure_image(on_step=on_step)
+    base = guest_kernel(experiment.base_of(experiment.reference), image, on_step=on_step)
+    kernels = {experiment.reference: base} if base is not None else {}
     with open_bare(host, image, on_step, "a kept lab (vringlab up)") as (lease, session):
         lab = KeptLab(lease, session, image, on_step)
+        session.take_arms("guest", Prepared({}, kernels))
         on_step("booting the guest")
         lab.boot("kept", options)
         yield lab

@@ -308,19 +308,20 @@ class MachineSession:
     def take_arms(
         self,
         side: Side,
-        built: Mapping[str, BuiltModule],
-        switch: Switch,
+        prepared: Prepared,
+        switch: Switch = "swap",
         probes: Probes | None = None,
     ) -> None:
         """Serve other arms from here on; the guest that runs goes on.
 
         Args:
             side: As for the class, like the rest.
-            built: The modules.
+            prepared: Modules and kernels of the arms.
             switch: How they are loaded.
             probes: What is counted.
         """
-        self._side, self._built, self._switch = side, built, switch
+        self._side, self._switch = side, switch
+        self._built, self._kernels = prepared.modules, dict(prepared.kernels)
         self._probes, self.sees_paths = probes, probes is not None
 
     def boot(self, boot: str, options: Mapping[str, object]) -> None:  # noqa: ARG002 - protocol
