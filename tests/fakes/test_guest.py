@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,7 +23,8 @@ from vringlab.lab import guest
 from vringlab.lab.embedded import HostMachine
 from vringlab.lab.guest import WORK, Guest, GuestSpec, VhostUserNic
 from vringlab.lab.pinning import Layout
-from vringlab.lab.swap import loaded_build_id, swap
+from vringlab.lab.swap import loaded_build_id, running_kernel, swap
+from vringlab.transport.ssh import Machine
 
 OK: Answer = ("", "", 0)
 CID_TAKEN = (
@@ -463,6 +465,41 @@ def test_with_virtio_net_the_management_interface_is_brought_back(
     swap(running, built(tmp_path, "virtio_net"))
     (command,) = inside.asked("swap-module")
     assert "52:54:00:76:6c:01 192.168.77.2/24 192.168.77.1" in command
+
+
+def test_modules_of_one_arm_are_replaced_together_in_the_order_of_loading(
+    running: Guest, inside: FakeMachine, tmp_path: Path
+) -> None:
+    common = replace(built(tmp_path, "vmw_vsock_virtio_transport_common"), build_id="cd" * 20)
+    arm = replace(built(tmp_path, "vmw_vsock_virtio_transport"), before=(common,))
+    swapping(inside, f"ok {'cd' * 20} {BUILD_ID}")
+    inside.answers = {"test -e .*swap-modules": ("", "", 1), **inside.answers}
+    swap(running, arm)
+    assert inside.files.keys() >= {
+        f"{WORK}/modules/{BUILD_ID}.ko",
+        f"{WORK}/modules/{'cd' * 20}.ko",
+    }
+    assert b"holders" in inside.files[f"{WORK}/swap-modules"]
+    (command,) = inside.asked("swap-modules .*swap.result")
+    first, second = (command.index(name) for name in ("transport_common ", "virtio_transport "))
+    assert first < second
+    assert running.loaded == {
+        "vmw_vsock_virtio_transport_common": "cd" * 20,
+        "vmw_vsock_virtio_transport": BUILD_ID,
+    }
+    # One of them being another build than asked for is enough.
+    swapping(inside, f"ok {'cd' * 20} {'ee' * 20}")
+    with pytest.raises(InfrastructureError, match="did not take"):
+        swap(running, arm)
+    assert running.loaded == {}
+
+
+def test_a_guest_with_another_kernel_than_asked_for_is_never_measured(inside: FakeMachine) -> None:
+    note = "040000001400000003000000474e5500" + "ab" * 20
+    inside.answers |= {"uname -r": (f"6.1.0-57-amd64\n0400{note}07\n", "", 0)}
+    assert running_kernel(cast(Machine, inside), "6.1.0-57-amd64") == "ab" * 20
+    with pytest.raises(InfrastructureError, match=r"runs kernel 6\.1\.0-57-amd64, 6\.12 was asked"):
+        running_kernel(cast(Machine, inside), "6.12")
 
 
 @pytest.mark.parametrize("seen", ["cd" * 20, "", BUILD_ID[:-2], BUILD_ID.upper()])

@@ -17,6 +17,7 @@ from vringlab.campaign import session as sessions
 from vringlab.campaign.budget import Budget
 from vringlab.campaign.session import HostLease, MachineSession, Side, Switch
 from vringlab.errors import InfrastructureError, TransientError, UserError
+from vringlab.kernels.base import BaseKernel
 from vringlab.kernels.bundle import KernelBundle
 from vringlab.lab import facts, vhost_nic
 from vringlab.lab.embedded import HostMachine
@@ -317,3 +318,67 @@ def test_any_failure_is_transient_when_the_host_was_lost(world: World) -> None:
             raise InfrastructureError("QEMU's monitor: the connection was reset")
         with pytest.raises(UserError), lease.watched():
             raise UserError("mine")
+
+
+# --- kernels as arms -----------------------------------------------------------------------
+
+
+def bundle(name: str) -> KernelBundle:
+    kernel = BaseKernel(f"debian:{name}", f"{name}.1-fake", f"{name}.1-1", "fake")
+    return KernelBundle(Path("/bundles") / name, name, kernel)
+
+
+def test_an_arm_that_is_a_kernel_gets_a_guest_that_runs_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def running(_machine: object, release: str) -> str:
+        asked.append(release)
+        return f"id-of-{release}"
+
+    monkeypatch.setattr(sessions, "running_kernel", running)
+    with (
+        HostLease(world.open_host) as lease,
+        MachineSession(
+            lease,
+            "guest",
+            {},
+            Budget(),
+            "reboot",
+            world.log.append,
+            kernels={"old": bundle("6.1"), "new": bundle("7.3")},
+        ) as session,
+    ):
+        session.boot("b01", {})
+        assert session.switch("old") == "id-of-6.1.1-fake"
+        assert session.switch("new") == "id-of-7.3.1-fake"
+    assert asked == ["6.1.1-fake", "7.3.1-fake"]
+    assert [entry for entry in world.log if entry.startswith("boot guest")] == [
+        "boot guest 6.1",
+        "boot guest 7.3",
+    ]
+
+
+def test_arms_on_another_kernel_share_a_guest_of_it(
+    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    swapped: list[str] = []
+    monkeypatch.setattr(sessions, "swap", lambda _guest, built: swapped.append(built.build_id))
+    module = built_module("virtio_net", tmp_path / "x.ko", ARM)
+    with (
+        HostLease(world.open_host) as lease,
+        MachineSession(
+            lease,
+            "guest",
+            {"stock": module},
+            Budget(),
+            "swap",
+            world.log.append,
+            kernels={"stock": bundle("6.1")},
+        ) as session,
+    ):
+        session.boot("b01", {})
+        assert session.switch("stock") == ARM
+    assert swapped == [ARM]
+    assert [entry for entry in world.log if entry.startswith("boot guest")] == ["boot guest 6.1"]

@@ -281,6 +281,22 @@ def test_a_private_header_reaches_every_module_that_includes_it(base: Base) -> N
     assert {module.name for module in found.modules} == {"toy", "toy_alone"}
 
 
+def test_a_stranger_that_only_includes_a_header_is_left_alone(base: Base) -> None:
+    files = {
+        **FILES,
+        "lib/Makefile": "obj-m += virtio_x.o stranger.o\n",
+        "lib/virtio_x.c": "#include <linux/shared.h>\nint x;\n",
+        "lib/stranger.c": "#include <linux/shared.h>\nint y;\n",
+        "include/linux/shared.h": "#define SHARED 1\n",
+    }
+    both = Base(base.folder / "both", files)
+    header = {"include/linux/shared.h": "#define SHARED 2\n"}
+    assert [m.name for m in both.fit(both.series(header)).modules] == ["virtio_x"]
+    more = {**header, "lib/stranger.c": "#include <linux/shared.h>\nint z;\n"}
+    found = both.fit(both.series(more))
+    assert {m.name for m in found.modules} == {"virtio_x", "stranger"}
+
+
 def test_a_public_header_of_modules_alone_is_built_with_them(base: Base) -> None:
     found = base.fit(base.series({"include/linux/toy.h": "int toy_send(int value, int more);\n"}))
     assert [module.name for module in found.modules] == ["toy"]
@@ -401,6 +417,15 @@ def test_a_misfit_names_hunk_and_lines(base: Base) -> None:
     assert "patch 1" in caught.value.message
     assert stack.takes(series, base.root, base.cache)
     assert not stack.takes(series, other.root, other.cache)
+
+
+def test_a_patch_that_the_base_has_already_is_told(base: Base) -> None:
+    series = base.series({"drivers/toy/toy_main.c": MAIN.replace("* 2", "* 3")})
+    newer = Base(
+        base.folder / "newer", {**FILES, "drivers/toy/toy_main.c": MAIN.replace("* 2", "* 3")}
+    )
+    with pytest.raises(UserError, match=r"has patch 1 .* already"):
+        newer.fit(series)
 
 
 def test_a_patch_for_another_tree_says_which_file_is_missing(base: Base) -> None:

@@ -172,7 +172,7 @@ def fit(
     found = makefiles.ensure_index(root.archive, version, on_step=on_step, cache=cache)
     config = makefiles.read_config(root.config)
     sorted_ = _classify(series, found, config)
-    places = _of_side(sorted_.places, side)
+    places = _of_side(sorted_.places, frozenset(series.files), side)
     folders = sorted(
         {posixpath.dirname(path) for path in sorted_.headers}
         | {name for place in places for name in makefiles.folders_of(place, found, config)}
@@ -261,13 +261,25 @@ def _sort(
         off[place.file] = f"this base's configuration does not build {place.file}{option}"
 
 
-def _of_side(places: Sequence[Place], side: Side | None) -> tuple[Place, ...]:
+def _of_side(
+    places: Sequence[Place], touched: frozenset[str], side: Side | None
+) -> tuple[Place, ...]:
+    """Places of modules that the arms replace.
+
+    A module that only includes a changed header, and of which nobody knows what it is for, is
+    none of them: it is not loaded in a guest of ours.
+    """
+
+    def module(place: Place) -> str:
+        return place.name.replace("-", "_")
+
+    direct = {module(place) for place in places if place.file in touched}
+    near = [p for p in places if module(p) in direct or side_of(module(p)) is not None]
+    places = near or places
     if side is None:
         return tuple(places)
     other = {"guest": "host", "host": "guest"}[side]
-    kept = tuple(
-        place for place in places if side_of(place.name.replace("-", "_")) != other or not places
-    )
+    kept = tuple(place for place in places if side_of(module(place)) != other)
     # What somebody asks for by name is taken, whatever its name suggests.
     return kept or tuple(places)
 
@@ -381,6 +393,13 @@ def _misfit(
     folder: Path, patch: MailPatch, kept: Sequence[FileDiff], version: str, said: str
 ) -> UserError:
     remedy = "port the patch to this base, or use one that takes it (--base)"
+    diff = "".join(item.text for item in kept)
+    back = _git(folder, "apply", "--check", "--reverse", "--whitespace=nowarn", "-", input=diff)
+    if back.returncode == 0:
+        return UserError(
+            f"{version} has patch {patch.number} ({patch.subject}) already",
+            remedy="nothing is left to try on this base: name an older one (--base)",
+        )
     place = re.search(r"^error: patch failed: (.+):(\d+)$", said, re.MULTILINE)
     absent = re.search(r"^error: (.+): No such file or directory$", said, re.MULTILINE)
     name = f"patch {patch.number} ({patch.subject})"

@@ -60,6 +60,7 @@ def findings(run: RunFrames, level: float = 0.95) -> list[Finding]:
         for row in summarise(run, level=level).rows
         if not (row.is_reference or row.is_twin) and row.metric != "none"
     ]
+    rows.sort(key=lambda row: run.plan.arms.index(row.arm))
     p = np.array([row.effect.p if row.effect is not None else np.nan for row in rows])
     adjusted = adjust(p, "holm") if rows else p
     return [
