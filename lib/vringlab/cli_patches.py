@@ -38,6 +38,13 @@ class SideName(StrEnum):
     host = "host"
 
 
+class BuildName(StrEnum):
+    """What is built."""
+
+    modules = "modules"
+    full = "full"
+
+
 class SwitchName(StrEnum):
     """How an arm is loaded."""
 
@@ -103,6 +110,10 @@ def register(app: typer.Typer, choose: Choose, execute: Execute) -> None:
         boots: Annotated[
             int | None, typer.Option(min=1, help="Guest lifetimes; the profile's when not given.")
         ] = None,
+        build: Annotated[
+            BuildName,
+            typer.Option(help="full: whole kernels, some ten minutes each, booted for every arm."),
+        ] = BuildName.modules,
         name: Annotated[
             str | None, typer.Option(help="Name of its experiment; from the patch's title else.")
         ] = None,
@@ -131,6 +142,7 @@ def register(app: typer.Typer, choose: Choose, execute: Execute) -> None:
             seed=seed,
             boots=boots,
             name=name,
+            whole=build is BuildName.full,
             on_step=_step,
         )
         _tell(trial)
@@ -191,11 +203,11 @@ def _tell(trial: Trial) -> None:
         count = "one patch" if series.total == 1 else f"{series.total} patches"
         of = f" <{series.message_id}>" if series.message_id else ""
         _step(f"{arm}: {series.title} (v{series.version}, {count}){of}")
-        names = ", ".join(module.name for module in stack.modules)
+        names = ", ".join(module.name for module in stack.modules) or "a whole kernel"
         _step(f"{arm}: builds {names}, on the {trial.experiment.side}'s side")
         watched = ", ".join(item.function for item in stack.watched)
         _step(f"{arm}: counted to prove its path: {watched or 'nothing can be'}")
     if trial.needs_reboot:
-        _step("a running guest uses these modules: every arm gets a fresh guest")
+        _step("a running guest cannot change these: every arm gets a fresh one")
     for note in trial.notes:
         _step(note)

@@ -43,6 +43,7 @@ def plan_try(
     seed: int = 1,
     boots: int | None = None,
     name: str | None = None,
+    whole: bool = False,
     on_step: OnStep = lambda _: None,
 ) -> tuple[Trial, Plan, Switch]:
     """What trying patches would measure, in which order; nothing is measured.
@@ -59,6 +60,7 @@ def plan_try(
         seed: What the order of cells is drawn from.
         boots: Guest lifetimes; the profile's when None.
         name: The experiment's name; made from the first patch's title when None.
+        whole: Build and boot whole kernels.
         on_step: Told what takes time.
 
     Returns:
@@ -74,7 +76,14 @@ def plan_try(
         )
     series = [read_series(patch, tree=tree) for patch in patches]
     trial = trials.prepare(
-        series, workloads, base=base, side=side, params=params, name=name, on_step=on_step
+        series,
+        workloads,
+        base=base,
+        side=side,
+        params=params,
+        name=name,
+        whole=whole,
+        on_step=on_step,
     )
     chosen = trial.experiment
     if boots is not None:

@@ -44,7 +44,13 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Base:
     )
     for module in ("kernels.buildroot", "kernels.source", "kernels.makefiles", "kernels.patches"):
         monkeypatch.setattr(f"vringlab.{module}.settings", lambda: chosen)
-    for module in ("campaign.scaffold", "campaign.experiment", "campaign.store", "collect", "tryout"):
+    for module in (
+        "campaign.scaffold",
+        "campaign.experiment",
+        "campaign.store",
+        "collect",
+        "tryout",
+    ):
         monkeypatch.setattr(f"vringlab.{module}.settings", lambda: chosen)
     image = SimpleNamespace(
         suite="trixie", release=KERNEL.release, version=KERNEL.version, digest="toy"
@@ -202,6 +208,39 @@ def test_modules_under_a_running_guest_take_a_boot_for_each_arm(
     found = trial.prepare([series], ["netperf"])
     assert found.experiment.side == "host"
     assert found.needs_reboot
+
+
+def test_what_reaches_beyond_modules_is_compared_as_whole_kernels(
+    base: Base, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = {"drivers/toy/core.c": base.files["drivers/toy/core.c"].replace("return 3", "return 4")}
+    series = base.series(core)
+    with pytest.raises(UserError, match="beyond modules") as caught:
+        trial.prepare([series], ["netperf"])
+    assert "--build full" in caught.value.remedy
+    source = base.folder / "linux-source-6.12"
+    (source / "Makefile").write_text("VERSION = 6\nPATCHLEVEL = 12\nSUBLEVEL = 118\n")
+    chosen = settings().model_copy(update={"cache": base.cache})
+    monkeypatch.setattr(whole, "settings", lambda: chosen)
+    monkeypatch.setattr(whole, "require_space", lambda *_: None)
+    monkeypatch.setattr(trial, "source_of", lambda *_, **__: (f"tree:{source}", source))
+    found = trial.prepare([series], ["netperf"], whole=True)
+    made = found.experiment
+    assert found.needs_reboot
+    assert made.must_reboot
+    assert made.base_of("stock") == f"tree:{source}"
+    patched = Path(made.base_of("patched").removeprefix("tree:"))
+    assert "return 4" in (patched / "drivers/toy/core.c").read_text()
+    assert "return 3" in (source / "drivers/toy/core.c").read_text()
+    assert made.probes is not None
+    assert not isinstance(made.probes, str)
+    assert [(c.function, c.module) for c in made.probes.counters] == [("core", None)]
+    # The same patch on the same source is one tree, and so one build.
+    assert trial.prepare([series], ["netperf"], whole=True).experiment == made
+    misfit = {"drivers/toy/core.c": "int other;\n"}
+    other = Base(base.folder / "other", {**base.files, "drivers/toy/core.c": "int before;\n"})
+    with pytest.raises(UserError, match="does not apply to this base"):
+        trial.prepare([other.series(misfit)], ["netperf"], whole=True)
 
 
 @pytest.mark.parametrize(

@@ -25,13 +25,20 @@ from vringlab.campaign.experiment import (
     WorkloadUse,
 )
 from vringlab.errors import UserError
-from vringlab.image.build import ensure_image
+from vringlab.image.build import Image, ensure_image
 from vringlab.kernels.base import BaseKernel
 from vringlab.kernels.buildroot import BuildRoot, cached_roots
 from vringlab.kernels.patches import Side
 from vringlab.kernels.series import Series
-from vringlab.kernels.stack import FittedPatch, Stack, choose_side, fit, takes
-from vringlab.kernels.whole import prepare_base
+from vringlab.kernels.stack import (
+    FittedPatch,
+    Stack,
+    choose_side,
+    fit,
+    takes,
+    watch_tree,
+)
+from vringlab.kernels.whole import patched_tree, prepare_base, source_of, source_version
 
 REFERENCE = "stock"
 _PATCHED = "patched"
@@ -106,6 +113,7 @@ def prepare(
     side: Side | None = None,
     params: Mapping[str, Sequence[Value]] | None = None,
     name: str | None = None,
+    whole: bool = False,
     on_step: OnStep = lambda _: None,
 ) -> Trial:
     """Make an experiment of patches: stock against each of the series.
@@ -117,6 +125,7 @@ def prepare(
         side: Whose modules are replaced; found by their names when None.
         params: Values by parameter of the workloads.
         name: The experiment's name; made from the first title when None.
+        whole: Build whole kernels and boot them, for patches that reach beyond modules.
         on_step: Told what takes time.
 
     Raises:
@@ -132,6 +141,8 @@ def prepare(
     drafted = _draft(name, series, workloads, base).override(params or {})
     drafted.points("quick")
     image = ensure_image(on_step=on_step)
+    if whole:
+        return _of_kernels(drafted, series, base, image, on_step)
     found = prepare_base(base, image, on_step=on_step)
     kernel, root = found.kernel, found.root
     stacks = dict(
@@ -158,6 +169,27 @@ def prepare(
         files=_files(experiment, kernel, stacks, modules),
         needs_reboot=chosen == "host" and bool(_UNDER_GUEST & set(modules)),
     )
+
+
+def _of_kernels(
+    drafted: Experiment, series: Sequence[Series], base: str, image: Image, on_step: OnStep
+) -> Trial:
+    """Arms that are whole kernels: the base's source as it is, and with each of the series."""
+    spec, tree = source_of(base, image, on_step=on_step)
+    arms = [drafted.arms[0].model_copy(update={"base_kernel": spec})]
+    stacks: dict[str, Stack] = {}
+    for arm, item in zip(drafted.arms[1:], series, strict=True):
+        diffs = [patch.diff for patch in item.patches]
+        patched = patched_tree(tree, diffs, on_step=on_step)
+        arms.append(arm.model_copy(update={"base_kernel": f"tree:{patched}"}))
+        fitted = tuple(FittedPatch(patch, patch.diff, (), ()) for patch in item.patches)
+        stacks[arm.name] = Stack(item, (), (), fitted, watch_tree(item, patched), {})
+    experiment = drafted.model_copy(
+        update={"module": "vmlinux", "arms": tuple(arms), "probes": _probes(stacks)}
+    )
+    kernel = BaseKernel(base, "", source_version(tree), "")
+    files = _files(experiment, kernel, stacks, ("vmlinux",))
+    return Trial(experiment, kernel, stacks, files, needs_reboot=True)
 
 
 def _fitted(series: Series, root: BuildRoot, side: Side | None, on_step: OnStep) -> Stack:
@@ -254,7 +286,7 @@ def _probes(stacks: Mapping[str, Stack]) -> Probes | None:
                 counters[key] = Counter(
                     name=_counter_name(watched.function, counters.values()),
                     function=watched.function,
-                    module=watched.module,
+                    module=watched.module or None,
                     shows=f"Calls of {watched.function}, which holds what the patch changes.",
                 )
             names.append(counters[key].name)

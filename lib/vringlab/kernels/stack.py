@@ -61,7 +61,7 @@ class Watched:
 
     Attributes:
         function: The function.
-        module: The module that holds it.
+        module: The module that holds it; empty for the kernel itself.
         changed: Functions that the series changes and that are in it: itself, or those that the
             compiler put inside it.
     """
@@ -233,7 +233,7 @@ def _classify(series: Series, found: SourceIndex, config: Mapping[str, str]) -> 
         listed = "; ".join(f"{path}: {why}" for path, why in beyond.items())
         raise NeedsKernel(
             f"the patch reaches beyond modules: {listed}",
-            remedy="this takes a build of the whole kernel: --build full",
+            remedy="this takes builds of the whole kernel, stock and patched: --build full",
         )
     if not built:
         why = "; ".join(off.values())
@@ -421,6 +421,26 @@ def _misfit(
         host="local",
         stderr=said,
     )
+
+
+def watch_tree(series: Series, tree: Path) -> tuple[Watched, ...]:
+    """Functions of a patched tree that a series changed, to be counted in a whole kernel of it.
+
+    They are taken for the kernel's own, not a module's; nothing is known of what the compiler does
+    with them. What cannot be found in the running kernel is said to be not counted.
+
+    Args:
+        series: The series.
+        tree: The tree, with the series applied.
+    """
+    found: dict[str, None] = {}
+    for patch in series.patches:
+        for item in patch.files:
+            file = tree / item.path
+            if item.path.endswith(".c") and file.is_file():
+                text = file.read_text(encoding="utf-8", errors="surrogateescape")
+                found.update(dict.fromkeys(diffs.changed_functions(text, item.hunks)))
+    return tuple(Watched(name, "", (name,)) for name in found)
 
 
 def takes(series: Series, root: BuildRoot, cache: Path | None = None) -> bool:

@@ -15,7 +15,7 @@ import shutil
 import sys
 import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -269,6 +269,85 @@ def _checkout(url: str, ref: str, commit: str, on_step: OnStep, cache: Path) -> 
                             )
     _check_tree(entry, f"git:{url}@{ref}")
     return entry
+
+
+def source_of(spec: str, image: Image, *, on_step: OnStep) -> tuple[str, Path]:
+    """The whole source of a base kernel, as a base kernel of its own and as a folder.
+
+    Args:
+        spec: The base kernel; of a distribution's kernel the source package is taken.
+        image: The image.
+        on_step: Told what takes time.
+
+    Raises:
+        UserError, InfrastructureError: as for `prepare_base`.
+    """
+    cache = settings().cache
+    kind, what = check_spec(spec)
+    if kind == "debian":
+        kernel, _ = base_kernel(spec, image, on_step=on_step)
+        spec = f"tarball:{ensure_buildroot(kernel, on_step=on_step).archive}"
+        kind, what = check_spec(spec)
+    if kind == "tree":
+        tree = Path(what).expanduser().resolve()
+        _check_tree(tree, spec)
+        return spec, tree
+    if kind == "tarball":
+        archive = Path(what).expanduser()
+        return spec, _unpacked(archive, _file_digest(archive), on_step, cache)
+    url, _, ref = what.rpartition("@")
+    return spec, _checkout(url, ref, _commit(url, ref), on_step, cache)
+
+
+def patched_tree(tree: Path, diffs: Sequence[str], *, on_step: OnStep) -> Path:
+    """A copy of a tree with patches applied; made once for the same of both.
+
+    Args:
+        tree: The tree.
+        diffs: The patches in order.
+        on_step: Told what takes time.
+
+    Raises:
+        UserError: one does not apply.
+        InfrastructureError: the disk is full.
+    """
+    state = hashlib.sha256(repr((str(tree), _state_of_tree(tree), list(diffs))).encode())
+    store = Store(settings().cache / "trees")
+    key = f"patched-{state.hexdigest()[:16]}"
+    if not store.entry(key).is_dir():
+        with store.locked(key, on_step):
+            require_space(store.folder, _SPACE_GB)
+            on_step("copying the source and patching it")
+            with store.building(key) as folder:
+                for item in tree.iterdir():
+                    if item.name != ".git":
+                        local.run(
+                            ["cp", "-r", "--reflink=auto", str(item), str(folder / item.name)],
+                            timeout=_GIT_S,
+                        )
+                for number, diff in enumerate(diffs, start=1):
+                    _patch(folder, number, diff)
+    return store.entry(key)
+
+
+def _patch(folder: Path, number: int, diff: str) -> None:
+    done = local.run(
+        ["git", "apply", "--verbose", "--whitespace=nowarn", "-"],
+        timeout=300.0,
+        input=diff,
+        cwd=folder,
+        check=False,
+        # Inside a repository git would skip, silently, what it takes to be outside of it.
+        env={"GIT_DIR": str(folder / ".no-repository"), "LC_ALL": "C"},
+        remedy_missing="run `make setup`, or install it: apt install git",
+    )
+    if done.returncode != 0:
+        raise UserError(
+            f"patch {number} does not apply to this base",
+            remedy="port it to this base, or use one that takes it (--base)",
+            host="local",
+            stderr=done.stderr,
+        )
 
 
 # --- a tree that is built already -----------------------------------------------------------
