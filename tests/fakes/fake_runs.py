@@ -65,8 +65,9 @@ FORMS: Mapping[str, tuple[tuple[str, ...], str, list[dict[str, list[Value]]]]] =
         ("always-polling", "shipped", "2014"),
         "netperf",
         [
-            _points("guest-rx", "guest-tx", sizes=[256, 16384], sessions=[1, 4]),
-            _points("rr", sizes=[256], sessions=[1, 25]),
+            _points("guest-rx", sizes=[256, 16384], sessions=[1]),
+            _points("guest-tx", sizes=[256], sessions=[1, 4]),
+            _points("rr", sizes=[256], sessions=[25]),
         ],
     ),
     "whole": (

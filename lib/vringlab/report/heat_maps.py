@@ -7,7 +7,6 @@ change is the page's own colour, so that the picture is readable in light and in
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -41,12 +40,6 @@ _WIDEST = 0.62
 _AXIS = 0.24
 _GAP = 0.16
 _LEAST_TEXT = 6.0
-
-
-@dataclass(frozen=True)
-class _Panel:
-    block: Block
-    column: int
 
 
 def heat_maps(
@@ -234,10 +227,10 @@ def _legend(blocks: Sequence[Block], places: Sequence[Place]) -> list[Line2D | P
     full = f"{100 * FULL_COLOUR:g} %"
     for change, label in (
         (-FULL_COLOUR, f"worse by {full} or more"),
-        (-FULL_COLOUR / 2, f"by {100 * FULL_COLOUR / 2:g} %"),
+        (-FULL_COLOUR / 2, f"worse by {100 * FULL_COLOUR / 2:g} %"),
         (0.0, "no change"),
         (FULL_COLOUR / 2, f"better by {100 * FULL_COLOUR / 2:g} %"),
-        (FULL_COLOUR, f"by {full} or more"),
+        (FULL_COLOUR, f"better by {full} or more"),
     ):
         handles.append(Patch(fc=colour_of(change, 1), ec=f"{MUTED}40", lw=0.5, label=label))
     if any(_missing(blocks, places)):

@@ -13,6 +13,7 @@ from typing import Any
 
 from vringlab.analysis.frames import RunFrames
 from vringlab.report.html import command_again, is_measured, judged
+from vringlab.report.netperf_matrix import run_lines
 from vringlab.report.summary import ArmRow, Summary, amount, count, span, summarise
 from vringlab.report.tables import Line, Section, aligned, arm_table
 from vringlab.report.time_budget import sentence
@@ -82,6 +83,9 @@ def mail_text(run: RunFrames | Summary) -> str:
         lines += ["", *_section(part, frames.plan.reference)]
     if table.sections:
         lines += ["", *_wrap(f"{table.legend[0].upper()}{table.legend[1:]}.")]
+    matrix = run_lines(summary, whole=False)
+    # Rows of a matrix are short; titles need not be.
+    lines += [part for line in ["", *matrix] if matrix for part in _wrap(line) or [""]]
     lines += _verdict_lines(frames)
     lines += ["", "Again:", *_command(command_again(frames))]
     if sentence(frames.time):

@@ -13,6 +13,7 @@ from vringlab.report.netperf_matrix import (
     COLUMNS,
     DIRECTIONS,
     MatrixColumn,
+    beside,
     matrix_points,
     measured_blocks,
     published_blocks,
@@ -45,20 +46,15 @@ def draw(summary: Summary, workload: str, width: Width, notes: bool) -> dict[str
     stated = published_blocks(summary.run.plan.experiment)
     measured = measured_blocks(summary, workload)
     there = summary.metrics(workload)
-    beside = [MatrixColumn((c.metric,), c.title) for c in _HOST if c.metric in there]
-    host = measured_blocks(summary, workload, beside)
+    others = [MatrixColumn((c.metric,), c.title) for c in _HOST if c.metric in there]
+    host = measured_blocks(summary, workload, others)
     marks = published(summary)
     figures: dict[str, RunFigure | None] = {}
     for direction, points in matrix_points(summary, workload).items():
         named = f"{DIRECTIONS[direction]}: "
-        claims = [block for block in stated if block.direction == direction]
-        mine = [block for block in measured if block.direction == direction]
-        if claims or len(points) >= _MATRIX:
-            # A claim stands below the arm that it is about.
-            blocks = sorted(
-                [*mine, *claims],
-                key=lambda block: [one.arm for one in [*mine, *claims]].index(block.arm),
-            )
+        claimed = any(block.direction == direction for block in stated)
+        if claimed or len(points) >= _MATRIX:
+            blocks = beside(direction, measured, stated)
             figures[f"matrix-{direction}"] = heat_maps(
                 summary, workload, blocks, COLUMNS, f"{named}change in percent", width, notes
             )
@@ -83,12 +79,12 @@ def draw(summary: Summary, workload: str, width: Width, notes: bool) -> dict[str
             figures[f"host-{direction}"] = arm_panels(
                 summary, workload, _HOST, f"{named}vhost and interrupts", width, notes, points
             )
-        elif beside:
+        elif others:
             figures[f"host-{direction}"] = heat_maps(
                 summary,
                 workload,
                 [block for block in host if block.direction == direction],
-                beside,
+                others,
                 f"{named}vhost and interrupts, change in percent",
                 width,
                 notes,

@@ -205,10 +205,26 @@ def _repeats(claims: Sequence[Claim]) -> dict[tuple[str, str], dict[Place, Place
     return found
 
 
+#: How sure a measured figure is, in one character, for text.
+SIGNS: Mapping[Sure, str] = MappingProxyType(
+    {"beyond noise": "*", "seen": "+", "one boot": "1", "not seen": "~", "no interval": "?"}
+)
+_WORDS: Mapping[Sure, str] = MappingProxyType(
+    {
+        "beyond noise": "the interval is beyond the noise floor",
+        "seen": "it excludes no change, but not the noise floor",
+        "one boot": "it excludes no change, but is of one boot alone",
+        "not seen": "the interval includes no change",
+        "no interval": "one block, no interval",
+    }
+)
+
+
 def seed_lines(blocks: Sequence[Block]) -> list[str]:
     """Blocks in the form of the mail of 2014: `64/1/+0.7773% -8.6224% +10.2866%`.
 
-    A place without a figure says why; a row that repeats another is flagged.
+    A place without a figure says why; a row that repeats another is flagged; how sure each measured
+    figure is stands behind its row, since four decimals say nothing of it.
     """
     lines: list[str] = []
     for block in blocks:
@@ -220,34 +236,48 @@ def seed_lines(blocks: Sequence[Block]) -> list[str]:
             size, sessions = place
             figures = " ".join(change.printed or change.problem for change in changes)
             again = block.repeats.get(place)
-            flag = f"   (repeats {again[0]}/{again[1]} digit for digit)" if again else ""
+            flag = f"   (= {again[0]}/{again[1]}, digit for digit)" if again else ""
+            signs = [SIGNS.get(change.sure, "") for change in changes]
+            flag += f"   ({' '.join(signs)})" if all(signs) else ""
             lines.append(f"{size}/{sessions}/{figures}{flag}")
         lines.append("")
-    return lines[:-1]
+    used = {change.sure for block in blocks for row in block.cells.values() for change in row}
+    legend = "; ".join(f"{sign}: {_WORDS[sure]}" for sure, sign in SIGNS.items() if sure in used)
+    return [*lines, f"({legend})"] if legend else lines[:-1]
 
 
-def run_lines(run: RunFrames, whole: bool = True) -> list[str]:
+def run_lines(run: RunFrames | Summary, whole: bool = True) -> list[str]:
     """Measured and published matrices of a run in the mail's form; none for other workloads.
 
     Args:
-        run: The run.
+        run: The run, or its summary over the metrics of `COLUMNS`.
         whole: Whether published rows are shown that the run did not measure.
     """
-    summary = summarise(run, [name for column in COLUMNS for name in column.metrics])
-    stated = published_blocks(run.plan.experiment)
+    names = [name for column in COLUMNS for name in column.metrics]
+    summary = run if isinstance(run, Summary) else summarise(run, names)
+    stated = published_blocks(summary.run.plan.experiment)
     blocks = [block for w in summary.workloads for block in measured_blocks(summary, w)]
     if not blocks:
         return []
     mine = {(block.direction, place) for block in blocks for place in block.cells}
+    kept = []
     for block in stated:
         cells = {
             place: row
             for place, row in block.cells.items()
             if whole or (block.direction, place) in mine
         }
-        if cells:
-            blocks.append(replace(block, cells=cells))
-    return seed_lines(blocks)
+        kept += [replace(block, cells=cells)] if cells else []
+    return seed_lines([b for direction in DIRECTIONS for b in beside(direction, blocks, kept)])
+
+
+def beside(direction: str, measured: Sequence[Block], stated: Sequence[Block]) -> list[Block]:
+    """Blocks of one direction: what is claimed first, the claim below it; noise last."""
+    mine = [block for block in measured if block.direction == direction]
+    claims = [block for block in stated if block.direction == direction]
+    about = list(dict.fromkeys(block.arm for block in claims))
+    found = [block for arm in about for block in [*mine, *claims] if block.arm == arm]
+    return [*found, *(block for block in mine if block.arm not in about)]
 
 
 def matrix_points(summary: Summary, workload: str) -> dict[str, list[Mapping[str, Value]]]:

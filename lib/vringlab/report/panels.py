@@ -7,6 +7,7 @@ the samples, and the samples shall stay readable.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -101,6 +102,7 @@ def arm_panels(
     notes: bool = True,
     points: Sequence[Mapping[str, Value]] | None = None,
     marks: Sequence[Mark] = (),
+    remark: str = "",
 ) -> RunFigure | None:
     """A figure with a panel for each parameter point and metric; None without any sample.
 
@@ -113,11 +115,13 @@ def arm_panels(
         notes: Whether the caption is drawn.
         points: Points to draw; all of the workload's when None.
         marks: Published ratios to draw beside; where they would be from the reference's mean.
+        remark: What else the caption says.
     """
     there = summary.metrics(workload)
+    points = summary.points(workload) if points is None else points
     panels = [
         _panel(summary, workload, params, column, marks)
-        for params in (summary.points(workload) if points is None else points)
+        for params in points
         for column in columns
         if column.metric in there
     ]
@@ -127,6 +131,7 @@ def arm_panels(
     used = len({panel.column.metric for panel in panels})
     across = 1 if width == "narrow" else used if used > 1 else min(2, len(panels))
     across = 2 if across == 4 else across
+    places, down = _grid(panels, across)
     shown = looks(summary.run)
     values = [_value_text(row) for panel in panels for row in panel.rows]
     left = max(text_inches(row.arm, SMALL) for panel in panels for row in panel.rows) + 0.12
@@ -136,21 +141,19 @@ def arm_panels(
     own_left = across > 1 and used == 1
     if own_left:
         inner -= left * (across - 1) / across
-    titles = [
-        wrapped(_panel_title(summary, workload, panel), inner + right, TEXT) for panel in panels
-    ]
+    shared = _shared(points)
+    titles = [wrapped(_panel_title(panel, shared), inner + right, TEXT) for panel in panels]
     head = line_inches(TEXT, max(len(lines) for lines in titles)) + 0.04
     body = _ROW * len(summary.arms)
     each = head + body + _AXIS + _GAP
-    down = -(-len(panels) // across)
-    caption = _caption(summary, panels)
+    caption = " ".join(part for part in (_caption(summary, panels), remark) if part)
     made = sheet(
         summary,
         title,
         each * down,
         width,
         subject=workload,
-        detail=shared_text(summary, workload),
+        detail=point_text(shared),
         handles=_legend(panels),
         caption=caption,
         notes=notes,
@@ -158,7 +161,7 @@ def arm_panels(
     limits = _limits(panels)
     margin = (made.width - room) / 2
     for place, panel in enumerate(panels):
-        row, column = divmod(place, across)
+        row, column = places[place]
         step = inner + right + _GAP + (left if own_left else 0)
         x = margin + left + column * step
         axes = made.axes(x, row * each + head, inner, body)
@@ -175,6 +178,35 @@ def arm_panels(
                 gid="panel-title",
             )
     return made.figure
+
+
+def _grid(panels: Sequence[_Panel], across: int) -> tuple[list[tuple[int, int]], int]:
+    """Row and column of each panel, and the number of rows; a metric has one column throughout.
+
+    A point that lacks a metric leaves its place empty, or else all that follow would move.
+    """
+    metrics = list(dict.fromkeys(panel.column.metric for panel in panels))
+    if len(metrics) == 1 or across == 1:
+        return [divmod(n, across) for n in range(len(panels))], -(-len(panels) // across)
+    found: list[tuple[int, int]] = []
+    top = 0
+    for _, some in itertools.groupby(panels, key=lambda panel: point_text(panel.params)):
+        own = [divmod(metrics.index(panel.column.metric), across) for panel in some]
+        found += [(top + row, column) for row, column in own]
+        top = found[-1][0] + 1
+    return found, top
+
+
+def _shared(points: Sequence[Mapping[str, Value]]) -> dict[str, Value]:
+    """Parameters that have one value at all of several points."""
+    if len(points) < 2:
+        return {}
+    first, *others = points
+    return {
+        name: value
+        for name, value in first.items()
+        if all(name in point and point[name] == value for point in others)
+    }
 
 
 def _panel(
@@ -216,8 +248,8 @@ def placed(marks: Sequence[Mark], rows: Sequence[ArmRow]) -> list[tuple[Mark, fl
     return [(mark, mark.ratio * base) for mark in marks for row in rows if mark.fits(row)]
 
 
-def _panel_title(summary: Summary, workload: str, panel: _Panel) -> str:
-    label = summary.label(workload, panel.params)
+def _panel_title(panel: _Panel, shared: Mapping[str, Value]) -> str:
+    label = point_text({name: v for name, v in panel.params.items() if name not in shared})
     unit = f" ({panel.unit}{', log axis' if panel.column.log else ''})"
     return f"{label}: {panel.column.title}{unit}" if label else f"{panel.column.title}{unit}"
 
