@@ -342,11 +342,15 @@ def _show(path: Path) -> None:
 
     from vringlab.analysis.frames import load_run
     from vringlab.analysis.judgement import verdicts_of
+    from vringlab.report.netperf_matrix import run_lines
+    from vringlab.report.path_view import path_lines
     from vringlab.report.tables import arm_table
 
     console = Console()
     loaded = load_run(path)
     console.print(arm_table(loaded))
+    for line in [*run_lines(loaded, whole=False), *path_lines(loaded)]:
+        console.print(line, highlight=False)
     if loaded.tried:
         from vringlab.report import trial_view
 
@@ -517,9 +521,6 @@ def build(
         chosen = experiments.load(name)
         for arm, built in build_arms(chosen, chosen.arm_names, image, step).items():
             print(f"{name} {arm}: {built.module} build-id {built.build_id}")
-
-
-cli_lab.register(app)
 
 
 def _choose_tried(urls: list[str], plan: Plan) -> tuple[Host, ...]:

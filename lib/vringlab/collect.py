@@ -354,7 +354,7 @@ def recording(experiment: str, host: str = REPLAY) -> Path:
     return folder
 
 
-def open_lab(host: str = REPLAY, experiment: str = "vsock-direct-enqueue") -> OpenLab:
+def open_lab(host: str = REPLAY, experiment: str | None = None) -> OpenLab:
     """A KVM host and a guest on it, to look around in; see `vringlab.transcript`.
 
     Args:

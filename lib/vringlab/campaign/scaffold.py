@@ -147,7 +147,7 @@ def _of_module(
         name=name,
         title=f"{module}: say in one line what the patch does",
         summary="Say what the patch changes, and what its mail claims.",
-        seed=Seed(message_id="unknown", subject="unknown", date="2000-01-01", file="none"),  # type: ignore[arg-type]  # pydantic reads the date
+        seed=Seed(message_id="unknown", subject="unknown", date="2000-01-01", file="none"),
         base_kernel=base,
         module=module,
         side=chosen,

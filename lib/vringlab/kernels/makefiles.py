@@ -213,7 +213,7 @@ def evaluate(text: str, config: Mapping[str, str]) -> Kbuild:
     objects: dict[str, State] = {}
     for state in ("m", "y"):
         for item in variables.get(f"obj-{state}", ()):
-            objects[item] = state  # type: ignore[assignment]  # one of the two above
+            objects[item] = state
     parts: dict[str, list[str]] = defaultdict(list)
     for name, words in variables.items():
         match = re.fullmatch(r"(.+)-(?:y|m|objs)", name)
@@ -240,7 +240,7 @@ def _holds(
     if match is None:
         return True
     left, right = (expand(match.group(n)).strip() for n in (2, 3))
-    return (left == right) == (match.group(1) == "ifeq")
+    return bool((left == right) == (match.group(1) == "ifeq"))
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ def source_version(tree: Path) -> str:
         raise UserError(
             f"the Makefile of {tree} states no version", remedy="name a kernel's source tree"
         )
-    return ".".join(numbers) + fields.get("EXTRAVERSION", "").strip()
+    return ".".join(numbers) + str(fields.get("EXTRAVERSION", "")).strip()
 
 
 def _file_digest(path: Path) -> str:
