@@ -26,6 +26,8 @@ _ROM = bytes(0xFFF0) + b"\xb0\x10\xe6\xf4\xf4\xeb\xfd" + bytes(9)
 _ROM_STATUS = (0x10 << 1) | 1
 _ROM_DEADLINE_S = 5.0
 _KERNEL_DEADLINE_S = 20.0
+#: Times as long on another host, which may be emulated.
+_PATIENCE = 12
 
 
 @dataclass(frozen=True)
@@ -142,15 +144,15 @@ def host_kvm_fault(machine: Machine, image: Image | None = None, kernel: str = "
                 return None
             raise
 
-    # An emulated host takes seconds to start a QEMU.
+    # An emulated host takes seconds to start a QEMU, and many when others need its processors.
     rom = "/tmp/vringlab-probe.rom"
     machine.put(_ROM, rom)
-    fault = _rom_fault(attempt([*_ROM_ARGV, "-bios", rom], 4 * _ROM_DEADLINE_S), device)
+    fault = _rom_fault(attempt([*_ROM_ARGV, "-bios", rom], _PATIENCE * _ROM_DEADLINE_S), device)
     if fault or image is None:
         return fault
     machine.put(image.initrd, "/tmp/vringlab-probe.initrd")
     boot = ("-kernel", f"/boot/{kernel}-{image.release}", "-initrd", "/tmp/vringlab-probe.initrd")
-    return _linux_fault(attempt([*_LINUX_ARGV, *boot], 6 * _KERNEL_DEADLINE_S), device)
+    return _linux_fault(attempt([*_LINUX_ARGV, *boot], _PATIENCE * _KERNEL_DEADLINE_S), device)
 
 
 def _nested_fault() -> str:
