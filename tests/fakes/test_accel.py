@@ -6,14 +6,17 @@ import os
 import shutil
 import time
 from pathlib import Path
+from typing import cast
 
 import pytest
+from tests.fakes.fake_lab import STILL_RUNNING, Answer, FakeMachine
 from tests.fakes.processes import DEADLINE_S, alive, script, until
 
-from vringlab.errors import InfrastructureError
+from vringlab.errors import InfrastructureError, TransientError
 from vringlab.image.build import Image
 from vringlab.lab import accel
 from vringlab.transport import local
+from vringlab.transport.ssh import Machine
 
 ABORT = "qemu-system-x86_64: ../accel/kvm/kvm-all.c:2970: kvm_cpu_exec: Assertion `ret' failed."
 
@@ -219,3 +222,44 @@ def test_this_machines_kvm_is_judged_within_seconds() -> None:
         assert "/dev/kvm" in fault
         with pytest.raises(InfrastructureError, match="KVM cannot be used"):
             accel.choose(None, "kvm")
+
+
+# --- KVM of another host -------------------------------------------------------------------
+
+
+class Host(FakeMachine):
+    """A host whose probes end as told."""
+
+    alive = True
+
+
+@pytest.mark.parametrize(
+    ("device", "rom", "kernel", "fault"),
+    [
+        (1, ("", "", 0), ("", "", 0), "there is no /dev/kvm"),
+        (0, ("", "", STILL_RUNNING), ("", "", 0), "four instructions hung"),
+        (0, ("", ABORT, 134), ("", "", 0), "a guest aborted under it"),
+        (0, ("", "", 33), ("", "", STILL_RUNNING), "a Linux guest hung"),
+        (0, ("", "", 33), ("oops", "", 0), "a Linux guest died"),
+        (0, ("", "", 33), ("vringlab: probe booted\n", "", 0), ""),
+    ],
+)
+def test_kvm_of_another_host(
+    image: Image, device: int, rom: Answer, kernel: Answer, fault: str
+) -> None:
+    image.initrd.write_bytes(b"initrd")
+    host = Host("kvm1", [], {"^test -c": ("", "", device), "-kernel": kernel, "-bios": rom})
+    found = accel.host_kvm_fault(cast(Machine, host), image, "vmlinux")
+    assert fault in found
+    assert bool(found) == bool(fault)
+    if not fault:
+        (asked,) = host.asked("-kernel")
+        assert "/boot/vmlinux-6.12.118" in asked
+    assert accel.host_kvm_fault(cast(Machine, host)) == (found if "Linux" not in found else "")
+
+
+def test_a_host_lost_while_it_is_probed_is_not_one_without_kvm() -> None:
+    host = Host("kvm1", [], {"^test -c": ("", "", 0), "-bios": ("", "", STILL_RUNNING)})
+    host.alive = False
+    with pytest.raises(TransientError):
+        accel.host_kvm_fault(cast(Machine, host))
