@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 from tests.fakes.fake_runs import MERGE, RX_POLL, THROUGHPUT, make_form
-from tests.pure.test_figures import check_text, marked
+from tests.pure.test_figures import WIDTHS, check_text, marked
 
 from vringlab.analysis.frames import RunFrames, load_run
 from vringlab.report import netperf_figures, stream_figures
@@ -34,6 +34,7 @@ from vringlab.report.netperf_matrix import (
     run_lines,
     seed_lines,
 )
+from vringlab.report.path_view import path_figure
 from vringlab.report.summary import Summary, summarise
 from vringlab.settings import settings
 
@@ -147,6 +148,16 @@ def test_one_direction_alone_has_its_figures_only(run: RunFrames) -> None:
     assert figures == ["matrix-rr"]
 
 
+@pytest.mark.parametrize("name", [EXPERIMENT, "vsock-skb-merge", "vsock-fast-path"])
+def test_long_points_fit_beside_the_shares_of_a_path(name: str) -> None:
+    recorded = load_run(settings().data / "recorded" / name)
+    for width in WIDTHS:
+        with style():
+            figure = path_figure(summarise(recorded, ["throughput"]), width)
+            assert figure is not None
+            check_text(figure)
+
+
 def test_streams_have_curves_and_memory() -> None:
     stream = load_run(settings().data / "recorded" / "vsock-fast-path")
     figures = figures_for(stream)
@@ -197,7 +208,7 @@ def cells_of(figure: Figure) -> dict[str, list[tuple[str, Rectangle]]]:
     return found
 
 
-@pytest.mark.parametrize("width", ["wide", "narrow"])
+@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("form", ["corner", "threads", "sizes"])
 def test_no_text_is_cut_or_covered(forms: dict[str, Summary], form: str, width: Width) -> None:
     assert drawn(forms[form], width)

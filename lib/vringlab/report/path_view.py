@@ -29,11 +29,13 @@ from vringlab.report.canvas import (
     Look,
     RunFigure,
     Width,
+    line_inches,
     looks,
     sheet,
     text_inches,
     tidy_axes,
     usable,
+    wrapped,
 )
 from vringlab.report.summary import ArmRow, Summary, sorted_points
 
@@ -154,7 +156,9 @@ def path_figure(summary: Summary, width: Width = "wide", notes: bool = True) -> 
     left = min(max(text_inches(label, SMALL) for label in labels) + 0.15, 0.5 * room)
     across = len(names) if width == "wide" else 1
     each = (room - left - 0.2 * (across - 1)) / across
-    height = len(groups) * _ROW
+    lines = [wrapped(label, left - 0.1, SMALL) for label in labels]
+    row_inches = max(_ROW, line_inches(SMALL, max(map(len, lines))) + 0.08)
+    height = len(groups) * row_inches
     arms = [arm for arm in run.plan.arms if any(item.arm == arm for item in passes)]
     handles = [
         Line2D([], [], ls="", marker=shown[arm].marker, color=shown[arm].colour, label=arm)
@@ -183,7 +187,8 @@ def path_figure(summary: Summary, width: Width = "wide", notes: bool = True) -> 
             each,
             height,
         )
-        _share_panel(axes, name, list(groups.values()), labels if column == 0 else [], shown, arms)
+        names_of = ["\n".join(some) for some in lines] if column == 0 else []
+        _share_panel(axes, name, list(groups.values()), names_of, shown, arms)
     return made.figure
 
 
