@@ -30,6 +30,8 @@ OF_A_RUN = {
     "00_quickstart": "virtio-net-napi-tx",
     "10_vsock_ping_pong": "vsock-direct-enqueue",
     "20_virtio_net_pktgen": "virtio-net-napi-tx",
+    "30_vhost_net": "vhost-net-rx-poll",
+    "40_vsock_streams_and_slab": "vsock-skb-merge",
     "90_verdicts": "virtio-net-napi-tx",
     "91_is_it_noise": "virtio-net-napi-tx",
 }

@@ -183,6 +183,10 @@ def test_every_arm_of_every_experiment_has_a_proof() -> None:
     for name in experiment_names():
         experiment = load_experiment(name)
         found = experiment.counted
+        if experiment.module == "vmlinux":
+            # Whole kernels: there is no one path that they are about.
+            assert found is None
+            continue
         assert found is not None
         assert set(found.proof) >= set(experiment.arm_names)
 

@@ -26,18 +26,32 @@ def show_figures(run: RunFrames, *kinds: str) -> None:
     """Show the figures of a run whose names begin with one of `kinds`; all when none is named.
 
     Raises:
-        UserError: a kind that this run has no figure of.
+        UserError: the run has no figure of any of these kinds.
     """
     figures = figures_for(run)
-    for kind in kinds or tuple(figures):
-        found = [figure for name, figure in figures.items() if name.startswith(kind)]
-        if not found:
-            raise UserError(
-                f"run {run.run_id} has no figure {kind!r}",
-                remedy=f"it has: {', '.join(figures)}",
-            )
-        for figure in found:
-            display(figure)  # type: ignore[no-untyped-call]  # IPython's
+    found = [
+        figure
+        for kind in kinds or tuple(figures)
+        for name, figure in figures.items()
+        if name.startswith(kind)
+    ]
+    if not found:
+        raise UserError(
+            f"run {run.run_id} has no figure {' or '.join(map(repr, kinds))}",
+            remedy=f"it has: {', '.join(figures)}",
+        )
+    for figure in found:
+        display(figure)  # type: ignore[no-untyped-call]  # IPython's
+
+
+def show_paths(run: RunFrames) -> None:
+    """Show which path the packets took, or say why that was not seen."""
+    figure = figures_for(run).get("path")
+    if figure is not None:
+        display(figure)  # type: ignore[no-untyped-call]  # IPython's
+        return
+    why = run.provenance.get("path_problem") or "its profile leaves that out"
+    display(Markdown(f"This run did not see which path the packets took: {why}."))  # type: ignore[no-untyped-call]  # IPython's
 
 
 def keep_figures(run: RunFrames, folder: Path | None, **more: Figure) -> None:
