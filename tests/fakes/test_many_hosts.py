@@ -178,7 +178,10 @@ def test_a_lost_host_costs_its_block_alone_and_resume_completes_the_run(tmp_path
     with Store.open(path) as store:
         again = execute(store, lambda: FakeSession(7), find=find)
     assert (again.status, again.measured) == ("complete", 4)
-    assert load_run(path).samples.groupby("block")["boot"].nunique().eq(1).all()
+    frames = load_run(path)
+    assert frames.samples.groupby("block")["boot"].nunique().eq(1).all()
+    assert frames.provenance["run"]["host"].split(", ")[-1] == "fake", "all that measured are named"
+    assert set(frames.provenance["run"]["host"].split(", ")) == {"a", "b", "fake"}
 
 
 def test_a_guest_that_dies_is_replaced_while_its_host_stands(tmp_path: Path) -> None:

@@ -194,7 +194,8 @@ class Campaign:
             for arm, build_id in _build_ids(facts).items():
                 self.check_build(arm, build_id)
             self.record(name, facts)
-            names = [] if first else str(self.store.provenance()["run"]["host"]).split(", ")
+            kept = bool(self.store.done()) or not first
+            names = str(known["run"].get("host") or name).split(", ") if kept else []
             self.store.update_provenance(
                 {
                     "run": {
