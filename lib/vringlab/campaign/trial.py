@@ -46,7 +46,7 @@ _PATCHED = "patched"
 #: How much is measured; as the collection's own experiments, but what a smoke run says of an
 #: unknown patch must have an interval, so it has several blocks.
 PROFILES: Mapping[str, Profile] = {
-    "smoke": Profile(boots=1, blocks_per_boot=4, duration_s=1),
+    "smoke": Profile(boots=1, blocks_per_boot=3, duration_s=1),
     "quick": Profile(boots=4, blocks_per_boot=1, duration_s=6),
     "full": Profile(boots=10, blocks_per_boot=5, duration_s=10),
 }
