@@ -74,7 +74,11 @@ class ModuleFile:
     @property
     def build_id(self) -> str:
         """The linker's build-id in hex, as in `/sys/module/NAME/notes/`; empty without one."""
-        notes = self.section(".note.gnu.build-id")
+        return self.note_build_id(".note.gnu.build-id")
+
+    def note_build_id(self, section: str) -> str:
+        """The build-id among the notes of a section; a kernel has its own in `.notes`."""
+        notes = self.section(section)
         offset = 0
         while offset + _NOTE.size <= len(notes):
             name_size, size, kind = _NOTE.unpack_from(notes, offset)
