@@ -74,15 +74,27 @@ class UserHost:
         )
 
 
-@pytest.fixture(scope="module")
-def mine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UserHost]:
-    image = ensure_image()
-    with embedded_host(image, accel.choose(image)) as host:
+class Owner:
+    """Boots the host, and again when it has died: an emulated one does now and then."""
+
+    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
+        self._folder = folder
+        self._stack = stack
+        self._host: UserHost | None = None
+
+    def host(self) -> UserHost:
+        if self._host is None or not self._host.machine.outlives(0.0):
+            self._stack.close()
+            self._host = self._boot()
+        return self._host
+
+    def _boot(self) -> UserHost:
+        image = ensure_image()
+        host = self._stack.enter_context(embedded_host(image, accel.choose(image)))
         address = host.machine.address
         assert isinstance(address, Address)
-        home = tmp_path_factory.mktemp("home")
-        ssh = home / ".ssh"
-        ssh.mkdir(mode=0o700)
+        ssh = self._folder / ".ssh"
+        ssh.mkdir(mode=0o700, exist_ok=True)
         (ssh / "config").write_text(
             f"Host mine\n  HostName 127.0.0.1\n  Port {address.port}\n  User root\n"
             f"  IdentityFile {address.key}\n  IdentitiesOnly yes\n"
@@ -97,9 +109,20 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UserHost]:
             f"mkdir -p {os.path.dirname(part)} && head -c {kept} /dev/vda > {part}",  # noqa: PTH120 - of another machine
             timeout=120,
         )
-        made = UserHost(host.machine, image, home, {})
+        made = UserHost(host.machine, image, self._folder, {})
         made.before = made.state()
-        yield made
+        return made
+
+
+@pytest.fixture(scope="module")
+def owner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Owner]:
+    with contextlib.ExitStack() as stack:
+        yield Owner(tmp_path_factory.mktemp("home"), stack)
+
+
+@pytest.fixture
+def mine(owner: Owner) -> UserHost:
+    return owner.host()
 
 
 def test_doctor_says_what_the_host_is_good_for(mine: UserHost, tmp_path: Path) -> None:
