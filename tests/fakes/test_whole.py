@@ -249,6 +249,7 @@ def test_modules_are_pruned_unpacked_and_the_initrds_among_them(
         "kernel/fs/squashfs/squashfs.ko": b"squash",
         "kernel/fs/overlayfs/overlay.ko": b"overlay",
         "modules.builtin": b"kernel/lib/x.ko\n",
+        "kernel/drivers/virtio/virtio_pci.ko": b"bus",
         "modules.order": b"",
     }.items():
         (modules / name).parent.mkdir(parents=True, exist_ok=True)
@@ -270,7 +271,7 @@ def test_modules_are_pruned_unpacked_and_the_initrds_among_them(
             assert not (folder / "kernel/drivers/gpu").exists()
             (folder / "modules.dep").write_text(
                 "kernel/drivers/block/virtio_blk.ko:\nkernel/fs/squashfs/squashfs.ko:\n"
-                "kernel/fs/overlayfs/overlay.ko:\n"
+                "kernel/fs/overlayfs/overlay.ko:\nkernel/drivers/virtio/virtio_pci.ko:\n"
             )
 
     monkeypatch.setattr("vringlab.kernels.bundle.local.run", run)
@@ -278,8 +279,10 @@ def test_modules_are_pruned_unpacked_and_the_initrds_among_them(
     bundle.pack(tree, kernel, tools, target, Recipe(), silent)
     assert (target / "vmlinux").read_bytes() == b"\x7fELF kernel"
     initrd = gzip.decompress((target / "initrd").read_bytes())
-    for part in (b"virtio_blk.ko", b"squashfs.ko", b"overlay.ko", b"busybox", b"lowerdir=/mod:/ro"):
+    for part in (b"squashfs.ko", b"overlay.ko", b"busybox", b"lowerdir=/mod:/ro"):
         assert part in initrd
+    # Without the bus that it sits on, the disk would never appear.
+    assert 0 < initrd.index(b"virtio_pci.ko") < initrd.index(b"virtio_blk.ko")
     assert [argv[0] for argv in seen] == ["bwrap", "gensquashfs"]
 
 

@@ -32,10 +32,13 @@ from vringlab.transport import local
 INIT = Path(__file__).parent / "initrd-init"
 
 #: Raise it when the content of a bundle changes, so that old ones are not used.
-_RECIPE = 1
+_RECIPE = 2
 _SPACE_GB = 1.5
 _PACK_S = 600.0
 _DEPMOD_S = 120.0
+
+#: Loaded before the image's own initrd modules: 6.1 has it as a module, later kernels built in.
+_BUS = "virtio_pci"
 
 #: Packages of the root that `pack` takes its tools from.
 TOOLS = ("base-files", "busybox-static", "kmod")
@@ -242,7 +245,7 @@ def pack(
         remedy="see depmod's words above",
         remedy_missing="run `make setup`, or install it: apt install bubblewrap",
     )
-    modules = dict(_initrd_modules(kept, recipe.initrd_modules))
+    modules = dict(_initrd_modules(kept, (_BUS, *recipe.initrd_modules)))
     busybox = next(tools.glob("**/bin/busybox")).read_bytes()
     (target / "initrd").write_bytes(initrd.build(busybox, INIT.read_bytes(), modules))
     local.run(

@@ -1,0 +1,90 @@
+"""Guests on another kernel than the image's, and arms of several modules, on a real host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vringlab.image.build import Image, ensure_image
+from vringlab.kernels.buildroot import ensure_buildroot
+from vringlab.kernels.bundle import base_kernel, ensure_bundle
+from vringlab.kernels.elf import ModuleFile
+from vringlab.kernels.module import build_module
+from vringlab.kernels.patches import Arm, parse_patch
+from vringlab.lab import accel, embedded, guest
+from vringlab.lab.lab import Lab
+from vringlab.lab.swap import loaded_build_id, running_kernel, swap
+from vringlab.workloads import base
+
+# A cold cache fetches a kernel (70 MB) first.
+pytestmark = pytest.mark.timeout(900)
+
+COMMON, TRANSPORT = "vmw_vsock_virtio_transport_common", "vmw_vsock_virtio_transport"
+
+
+@pytest.fixture(scope="module")
+def image() -> Image:
+    return ensure_image()
+
+
+@pytest.fixture(scope="module")
+def host(image: Image) -> Iterator[embedded.HostMachine]:
+    with embedded.embedded_host(image, accel.choose(image)) as machine:
+        guest.prepare_host(machine)
+        yield machine
+
+
+def ping(lab: Lab) -> None:
+    tool = base.find("vsock-pingpong")
+    outcome = tool.run(lab, base.parse_params(tool, {}), 1.0)
+    assert any(metric.name == "rtt_mean" for metric in outcome.metrics), outcome.reason
+
+
+def test_a_guest_boots_debians_6_1_with_its_modules_and_the_images_tools(
+    host: embedded.HostMachine,
+) -> None:
+    kernel = ensure_bundle("debian:6.1", on_step=print)
+    release = kernel.kernel.release
+    own = ModuleFile.read(kernel.vmlinux).note_build_id(".notes")
+    with guest.boot_guest(host, guest.GuestSpec(), kernel=kernel) as running:
+        machine = running.machine
+        assert running_kernel(machine, release) == own
+        assert release.startswith("6.1.")
+        listed = machine.run("lsmod").stdout
+        assert TRANSPORT in listed
+        assert "virtio_net" in listed
+        # Found where its kernel's modules belong, and loaded with what it needs.
+        machine.run("modprobe vhost_vsock && test -c /dev/vhost-vsock")
+        ping(Lab(host, running))
+
+
+def test_modules_that_belong_together_are_swapped_together(
+    host: embedded.HostMachine, image: Image
+) -> None:
+    kernel, _ = base_kernel("debian:6.12", image, on_step=print)
+    root = ensure_buildroot(kernel, on_step=print)
+    header = (
+        f"Title: as shipped\nModule: {TRANSPORT}\nSide: guest\nServes: 6.12 <= version < 6.13\n"
+    )
+    patch = parse_patch(f"{header}Diff: none\n\n", Path("shipped.patch"))
+
+    def arm(module: str, *others: str) -> Arm:
+        return Arm("several", kernel.name, "shipped", module, "guest", (patch,), others)
+
+    both = build_module(root, arm(TRANSPORT, COMMON), on_step=print)
+    assert [item.module for item in both.loading] == [COMMON, TRANSPORT]
+    alone = build_module(root, arm(COMMON), on_step=print)
+    with guest.boot_guest(host, guest.GuestSpec()) as running:
+        machine = running.machine
+        shipped = loaded_build_id(machine, TRANSPORT)
+        swap(running, both)
+        for item in both.loading:
+            assert loaded_build_id(machine, item.module) == item.build_id
+        ping(Lab(host, running))
+        # One that another uses: the other goes before it and comes back after it.
+        swap(running, alone)
+        assert loaded_build_id(machine, COMMON) == alone.build_id
+        assert loaded_build_id(machine, TRANSPORT) == shipped
+        ping(Lab(host, running))
