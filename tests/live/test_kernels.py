@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from vringlab.image.build import Image, ensure_image
+from vringlab.kernels.base import BaseKernel
 from vringlab.kernels.buildroot import ensure_buildroot
-from vringlab.kernels.bundle import base_kernel, ensure_bundle
+from vringlab.kernels.bundle import base_kernel
 from vringlab.kernels.elf import ModuleFile
 from vringlab.kernels.module import build_module
 from vringlab.kernels.patches import Arm, parse_patch
@@ -36,27 +37,38 @@ def host(image: Image) -> Iterator[embedded.HostMachine]:
         yield machine
 
 
+def as_shipped(kernel: BaseKernel, module: str, *others: str) -> Arm:
+    """An arm of the base kernel's own source."""
+    header = f"Title: as shipped\nModule: {module}\nSide: guest\nServes: 6.1 <= version < 8\n"
+    patch = parse_patch(f"{header}Diff: none\n\n", Path("shipped.patch"))
+    return Arm("several", kernel.name, "shipped", module, "guest", (patch,), others)
+
+
 def ping(lab: Lab) -> None:
     tool = base.find("vsock-pingpong")
     outcome = tool.run(lab, base.parse_params(tool, {}), 1.0)
     assert any(metric.name == "rtt_mean" for metric in outcome.metrics), outcome.reason
 
 
-def test_a_guest_boots_debians_6_1_with_its_modules_and_the_images_tools(
-    host: embedded.HostMachine,
+@pytest.mark.parametrize(("spec", "begin"), [("debian:6.1", "6.1."), ("debian:7.x", "7.")])
+def test_a_guest_boots_another_debian_kernel_and_takes_a_module_built_for_it(
+    host: embedded.HostMachine, image: Image, spec: str, begin: str
 ) -> None:
-    kernel = ensure_bundle("debian:6.1", on_step=print)
-    release = kernel.kernel.release
-    own = ModuleFile.read(kernel.vmlinux).note_build_id(".notes")
-    with guest.boot_guest(host, guest.GuestSpec(), kernel=kernel) as running:
+    kernel, bundle = base_kernel(spec, image, on_step=print)
+    assert bundle is not None
+    assert kernel.release.startswith(begin)
+    own = ModuleFile.read(bundle.vmlinux).note_build_id(".notes")
+    root = ensure_buildroot(kernel, on_step=print)
+    built = build_module(root, as_shipped(kernel, TRANSPORT), on_step=print)
+    with guest.boot_guest(host, guest.GuestSpec(), kernel=bundle) as running:
         machine = running.machine
-        assert running_kernel(machine, release) == own
-        assert release.startswith("6.1.")
-        listed = machine.run("lsmod").stdout
-        assert TRANSPORT in listed
-        assert "virtio_net" in listed
+        assert running_kernel(machine, kernel.release) == own
         # Found where its kernel's modules belong, and loaded with what it needs.
         machine.run("modprobe vhost_vsock && test -c /dev/vhost-vsock")
+        ping(Lab(host, running))
+        assert loaded_build_id(machine, TRANSPORT) != built.build_id
+        swap(running, built)
+        assert loaded_build_id(machine, TRANSPORT) == built.build_id
         ping(Lab(host, running))
 
 
@@ -65,17 +77,9 @@ def test_modules_that_belong_together_are_swapped_together(
 ) -> None:
     kernel, _ = base_kernel("debian:6.12", image, on_step=print)
     root = ensure_buildroot(kernel, on_step=print)
-    header = (
-        f"Title: as shipped\nModule: {TRANSPORT}\nSide: guest\nServes: 6.12 <= version < 6.13\n"
-    )
-    patch = parse_patch(f"{header}Diff: none\n\n", Path("shipped.patch"))
-
-    def arm(module: str, *others: str) -> Arm:
-        return Arm("several", kernel.name, "shipped", module, "guest", (patch,), others)
-
-    both = build_module(root, arm(TRANSPORT, COMMON), on_step=print)
+    both = build_module(root, as_shipped(kernel, TRANSPORT, COMMON), on_step=print)
     assert [item.module for item in both.loading] == [COMMON, TRANSPORT]
-    alone = build_module(root, arm(COMMON), on_step=print)
+    alone = build_module(root, as_shipped(kernel, COMMON), on_step=print)
     with guest.boot_guest(host, guest.GuestSpec()) as running:
         machine = running.machine
         shipped = loaded_build_id(machine, TRANSPORT)
