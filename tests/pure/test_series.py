@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import subprocess
+import sys
 from email.message import EmailMessage
 from pathlib import Path
 
@@ -91,6 +92,22 @@ def test_the_blank_that_a_mail_program_took_is_put_back(tmp_path: Path) -> None:
     patch = read_series(write(tmp_path, series(1))).patches[0]
     assert "\n \n-\ttwo();" in patch.diff
     assert "2.47.1" not in patch.diff
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("", ""), ("i/", "w/"), ("linux-6.12.orig/", "linux-6.12/")],
+    ids=["noprefix", "mnemonic", "folders"],
+)
+def test_prefixes_of_any_kind_are_understood(tmp_path: Path, old: str, new: str) -> None:
+    text = DIFF.replace("a/drivers", f"{old}drivers").replace("b/drivers", f"{new}drivers")
+    (tmp_path / "x.diff").write_text(text)
+    found = read_series(str(tmp_path / "x.diff"))
+    assert found.files == ("drivers/net/virtio_net.c",)
+    assert (
+        found.patches[0].diff
+        == read_series(write(tmp_path, [mail("[PATCH] x", "x@x")])).patches[0].diff
+    )
 
 
 def test_a_compressed_mbox_is_read(tmp_path: Path) -> None:
@@ -325,9 +342,20 @@ def test_offline_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_b4_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python3"))
     with pytest.raises(InfrastructureError, match="b4") as caught:
         read_series("1-2@x")
     assert "pip install b4" in caught.value.remedy
+
+
+def test_b4_of_an_environment_that_is_not_activated_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thread = write(tmp_path, series(2))
+    fake_b4(tmp_path, f'/bin/cp {thread} "$3/thread.mbx"', monkeypatch)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python3"))
+    assert read_series("1-2@x").total == 2
 
 
 # --- functions ------------------------------------------------------------------------------

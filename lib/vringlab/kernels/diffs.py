@@ -13,9 +13,15 @@ from dataclasses import dataclass, field
 from vringlab.errors import UserError
 
 _START = re.compile(r"^diff --git |^--- \S", re.MULTILINE)
-_GIT = re.compile(r"diff --git (?:a/)?(\S+) (?:b/)?(\S+)$")
+_GIT = re.compile(r"diff --git (\S+) (\S+)$")
 _HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@ ?(.*)")
 _NOTHING = "/dev/null"
+#: Folders at the kernel's top. A path that begins with one has no prefix (git's diff.noprefix);
+#: of any other the first part is one: `a/`, `b/`, `w/`, `linux-6.12.orig/`.
+_TOP = re.compile(
+    "(?:arch|block|certs|crypto|Documentation|drivers|fs|include|init|io_uring|ipc|kernel|lib|"
+    "LICENSES|mm|net|rust|samples|scripts|security|sound|tools|usr|virt)/"
+)
 
 
 @dataclass(frozen=True)
@@ -78,9 +84,18 @@ def body(text: str) -> str:
     return ""
 
 
-def _name(text: str) -> str:
-    name = text.split("\t")[0].strip()
-    return "" if name == _NOTHING else re.sub(r"^[ab]/", "", name)
+def _path(name: str) -> str:
+    """A path as a diff has it, from the kernel's top folder; empty for no file."""
+    if name == _NOTHING:
+        return ""
+    return name if _TOP.match(name) else name.partition("/")[2] or name
+
+
+def _head(line: str, prefix: str) -> tuple[str, str]:
+    """The path in a `--- ` or `+++ ` line, and the line with the prefix that git is used to."""
+    name, tab, rest = line[4:].partition("\t")
+    path = _path(name.strip())
+    return path, f"{line[:4]}{prefix}{path}{tab}{rest}" if path else line
 
 
 def split(diff: str, where: str = "the patch") -> tuple[FileDiff, ...]:
@@ -106,21 +121,21 @@ def _split(lines: list[str], where: str) -> Iterator[FileDiff]:
             continue
         start = at
         match = _GIT.match(line)
-        old, new = (match.group(1), match.group(2)) if match else ("", "")
+        old, new = (_path(match.group(1)), _path(match.group(2))) if match else ("", "")
         binary = False
         hunks: list[HunkLines] = []
         kept = []
         at += 0 if plain else 1
         if not plain:
-            kept.append(line)
+            kept.append(f"diff --git a/{old} b/{new}" if match else line)
         while at < len(lines):
             line = lines[at]
             if line.startswith("diff --git ") or (hunks and line.startswith("--- ") and at > start):
                 break
             if line.startswith("--- "):
-                old = _name(line[4:])
+                old, line = _head(line, "a/")
             elif line.startswith("+++ "):
-                new = _name(line[4:])
+                new, line = _head(line, "b/")
             elif line.startswith("new file mode"):
                 old = ""
             elif line.startswith("deleted file mode"):

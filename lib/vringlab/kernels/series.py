@@ -13,6 +13,8 @@ import gzip
 import hashlib
 import mailbox
 import re
+import shutil
+import sys
 import tempfile
 import zlib
 from collections import Counter
@@ -252,13 +254,19 @@ def _from_range(source: str, tree: Path | None) -> Series:
     return Series(**{**vars(found), "base_commit": base})
 
 
+def _b4() -> str:
+    """b4 of the PATH, else the one beside our Python, whose environment need not be activated."""
+    beside = Path(sys.executable).with_name("b4")
+    return str(beside) if shutil.which("b4") is None and beside.is_file() else "b4"
+
+
 def _from_archive(message_id: str, source: str) -> Series:
     missing = (
         "install it (pip install b4), or save the thread's mbox from the archive and name the file"
     )
     with tempfile.TemporaryDirectory(prefix="vringlab-b4-") as folder:
         done = local.run(
-            ["b4", "mbox", "-o", folder, "-n", "thread", message_id],
+            [_b4(), "mbox", "-o", folder, "-n", "thread", message_id],
             timeout=_FETCH_S,
             check=False,
             remedy_missing=missing,
