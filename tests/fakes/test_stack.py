@@ -436,8 +436,12 @@ def test_a_patch_for_another_tree_says_which_file_is_missing(base: Base) -> None
     )
     series = richer.series({"drivers/toy/toy_gone.c": "int gone = 2;\n"})
     assert [module.name for module in richer.fit(series).modules] == ["toy"]
-    with pytest.raises(UserError, match="no file that this base builds"):
+    with pytest.raises(UserError, match=r"no Makefile .* names drivers/toy/toy_gone\.c") as caught:
         base.fit(series)
+    assert "another tree" in caught.value.remedy
+    # A new file that nothing builds is no sign of that.
+    with pytest.raises(UserError, match="no file that this base builds"):
+        base.fit(base.series({"drivers/toy/toy_new.c": "int new;\n"}))
     listed = Base(base.folder / "listed", {**FILES, "drivers/toy/Makefile": text})
     with pytest.raises(UserError, match=r"which linux 6\.12\.118-1 does not have") as caught:
         listed.fit(series)

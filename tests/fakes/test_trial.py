@@ -175,6 +175,12 @@ def test_parameters_are_checked_before_anything_is_built(
         trial.prepare([series], ["pktgen"])
     with pytest.raises(UserError, match="nothing to try"):
         trial.prepare([], ["netperf"])
+    with pytest.raises(UserError, match="does not name a base kernel") as caught:
+        trial.prepare([series], ["netperf"], base="6.12")
+    assert "debian:6.12" in caught.value.remedy
+    for name in ("My Patch", "x" * 41, "-"):
+        with pytest.raises(UserError, match="cannot be an experiment's name"):
+            trial.prepare([series], ["netperf"], name=name)
 
 
 def test_a_misfit_names_the_closest_base_that_takes_it(
@@ -192,6 +198,16 @@ def test_a_misfit_names_the_closest_base_that_takes_it(
     with pytest.raises(UserError, match="does not apply") as caught:
         trial.prepare([series], ["netperf"], side="guest")
     assert "the closest base that takes it is debian:6.1 (6.1.192-3)" in caught.value.remedy
+    lost = {name: text for name, text in base.files.items() if "toy_main" not in text + name}
+    use(
+        Base(base.folder / "lost", {**lost, "drivers/toy/Makefile": "obj-m += always.o\n"}),
+        monkeypatch,
+    )
+    told: list[str] = []
+    with pytest.raises(UserError, match="no Makefile of this base names") as caught:
+        trial.prepare([series], ["netperf"], side="guest", on_step=told.append)
+    assert "the closest base that takes it is debian:6.1 (6.1.192-3)" in caught.value.remedy
+    assert told[-1] == "asking debian:6.1 whether it takes the patch"
 
 
 def test_modules_under_a_running_guest_take_a_boot_for_each_arm(

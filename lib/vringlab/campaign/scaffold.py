@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import yaml
 from vringlab.cachedir import OnStep
 from vringlab.campaign.experiment import Arm, Experiment, Seed, WorkloadUse
 from vringlab.campaign.files import write_new, writing
-from vringlab.campaign.trial import PROFILES, REFERENCE, prepare, serves
+from vringlab.campaign.trial import PROFILES, REFERENCE, check_name, prepare, serves
 from vringlab.errors import UserError
 from vringlab.image.build import ensure_image
 from vringlab.kernels.patches import Side
@@ -22,8 +21,6 @@ from vringlab.kernels.stack import choose_side
 from vringlab.kernels.whole import prepare_base
 from vringlab.settings import settings
 from vringlab.workloads import base as workload_base
-
-_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
 
 _CLAIMS_HEAD = """\
 # The figures that were published with the patch; each gets a verdict (`vringlab audit` checks the
@@ -63,11 +60,7 @@ def write(
             there already, or as for `trial.prepare`.
         InfrastructureError: a file cannot be written.
     """
-    if not _NAME.fullmatch(name):
-        raise UserError(
-            f"{name!r} cannot be an experiment's name",
-            remedy="use a-z, 0-9, dashes and underscores, at most 40",
-        )
+    check_name(name)
     if (patch is None) == (module is None):
         raise UserError(
             "an experiment needs a patch, or the module that its arms will change",

@@ -26,7 +26,7 @@ from vringlab.campaign.experiment import (
 )
 from vringlab.errors import UserError
 from vringlab.image.build import Image, ensure_image
-from vringlab.kernels.base import BaseKernel
+from vringlab.kernels.base import BaseKernel, check_spec
 from vringlab.kernels.buildroot import BuildRoot, cached_roots
 from vringlab.kernels.patches import Side
 from vringlab.kernels.series import Series
@@ -42,6 +42,7 @@ from vringlab.kernels.whole import patched_tree, prepare_base, source_of, source
 
 REFERENCE = "stock"
 _PATCHED = "patched"
+_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
 
 #: How much is measured; as the collection's own experiments, but what a smoke run says of an
 #: unknown patch must have an interval, so it has several blocks.
@@ -105,6 +106,19 @@ class Trial:
         }
 
 
+def check_name(name: str) -> None:
+    """Refuse what cannot be an experiment's name.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if not _NAME.fullmatch(name):
+        raise UserError(
+            f"{name!r} cannot be an experiment's name",
+            remedy="use a-z, 0-9, dashes and underscores, at most 40",
+        )
+
+
 def prepare(
     series: Sequence[Series],
     workloads: Sequence[str],
@@ -130,14 +144,16 @@ def prepare(
 
     Raises:
         UserError: a series does not fit the base (the message names the closest base that takes
-            it), touches nothing that is built or more than modules; an unknown workload or
-            parameter.
+            it), touches nothing that is built or more than modules; a bad name, an unknown base,
+            workload or parameter.
         InfrastructureError: a tool, the network or the disk failed.
     """
     if not series or not workloads:
         raise UserError("nothing to try", remedy="name a patch, and a workload to measure it with")
     name = name or f"try-{slug(series[0].title, 32)}"
     # Before anything is fetched or built: a misspelt parameter is told at once.
+    check_name(name)
+    check_spec(base)
     drafted = _draft(name, series, workloads, base).override(params or {})
     drafted.points("quick")
     image = ensure_image(on_step=on_step)
@@ -196,19 +212,20 @@ def _fitted(series: Series, root: BuildRoot, side: Side | None, on_step: OnStep)
     try:
         return fit(series, root, side=side, on_step=on_step)
     except UserError as error:
-        if "does not apply" in error.message or "does not have" in error.message:
-            error.remedy = f"{error.remedy}; {closest(series, root)}"
+        if re.search("does not apply|does not have|no Makefile of", error.message):
+            error.remedy = f"{error.remedy}; {closest(series, root, on_step)}"
             if series.base_commit:
                 error.remedy += f"; it was made on commit {series.base_commit[:12]}"
         raise
 
 
-def closest(series: Series, root: BuildRoot) -> str:
+def closest(series: Series, root: BuildRoot, on_step: OnStep = lambda _: None) -> str:
     """Which other base takes a series, in words; only those whose source is here are asked.
 
     Args:
         series: The series.
         root: Build root of the base that does not take it.
+        on_step: Told what takes time.
     """
     others = [item for item in cached_roots() if item.kernel.name != root.kernel.name]
 
@@ -217,6 +234,7 @@ def closest(series: Series, root: BuildRoot) -> str:
         return abs((a - c) * 100 + b - d)
 
     for other in sorted(others, key=distance):
+        on_step(f"asking {other.kernel.spec} whether it takes the patch")
         if takes(series, other):
             return f"the closest base that takes it is {other.kernel.spec} ({other.kernel.version})"
     asked = ", ".join(item.kernel.spec for item in others)

@@ -200,6 +200,7 @@ def _classify(series: Series, found: SourceIndex, config: Mapping[str, str]) -> 
     built: set[str] = set()
     beyond: dict[str, str] = {}
     off: dict[str, str] = {}
+    strange: list[str] = []
     created = {item.new for p in series.patches for item in p.files if not item.old}
     for path in series.files:
         base = posixpath.basename(path)
@@ -208,7 +209,10 @@ def _classify(series: Series, found: SourceIndex, config: Mapping[str, str]) -> 
         elif path.startswith(("Documentation/", "tools/", "samples/")):
             continue
         elif path.endswith((".c", ".S")):
-            _sort(makefiles.place_of(path, found, config), places, beyond, off, built)
+            place = makefiles.place_of(path, found, config)
+            _sort(place, places, beyond, off, built)
+            if not place.name and path not in created:
+                strange.append(path)
         elif path.endswith(".h"):
             public = path.startswith(("include/", "arch/"))
             users = makefiles.users_of(path, found)
@@ -234,6 +238,12 @@ def _classify(series: Series, found: SourceIndex, config: Mapping[str, str]) -> 
         raise NeedsKernel(
             f"the patch reaches beyond modules: {listed}",
             remedy="this takes builds of the whole kernel, stock and patched: --build full",
+        )
+    if not built and strange:
+        raise UserError(
+            f"no Makefile of this base names {', '.join(strange)}",
+            remedy="the patch is for another tree, or another version of this one; port it, or use "
+            "a base that takes it (--base)",
         )
     if not built:
         why = "; ".join(off.values())
