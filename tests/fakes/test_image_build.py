@@ -38,8 +38,11 @@ def bzimage(payload: bytes) -> bytes:
     head = bytearray(1024)
     head[0x1F1] = 1
     head[0x202:0x206] = b"HdrS"
-    struct.pack_into("<II", head, 0x248, 0, len(payload) + 4)
-    return bytes(head) + payload + struct.pack("<I", len(ELF))
+    # gzip's streams end with the unpacked size; the build appends it to all others.
+    if not payload.startswith(b"\x1f\x8b"):
+        payload += struct.pack("<I", len(ELF))
+    struct.pack_into("<II", head, 0x248, 0, len(payload))
+    return bytes(head) + payload
 
 
 KERNEL = bzimage(gzip.compress(ELF, mtime=0))

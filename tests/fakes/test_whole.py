@@ -136,6 +136,9 @@ class Builds:
         (build.folder / "build" / "Module.symvers").write_text("")
         with tarfile.open(out / "modules.tar.xz", "w:xz") as tar:
             tar.add(build.tree / "Kbuild", "lib/modules/6.12.118/modules.order")
+            link = tarfile.TarInfo("lib/modules/6.12.118/build")
+            link.type, link.linkname = tarfile.SYMTYPE, str(build.folder / "build")
+            tar.addfile(link)
         return "6.12.118"
 
 
@@ -228,7 +231,8 @@ def test_without_tuxmake_its_remedy_is_told(
 
 def bz_image(kernel: bytes) -> bytes:
     """A bzImage as the boot protocol describes it, with a gzip payload."""
-    payload = gzip.compress(kernel) + struct.pack("<I", len(kernel))
+    # gzip's own trailer is the size that other formats get appended.
+    payload = gzip.compress(kernel)
     head = bytearray(1024)
     head[0x1F1] = 1
     head[0x202:0x206] = b"HdrS"

@@ -48,11 +48,12 @@ def uncompressed(image: bytes) -> bytes:
         )
     begin = ((image[_SETUP_SECTORS] or 4) + 1) * _SECTOR
     offset, length = struct.unpack_from("<II", image, _PAYLOAD)
-    # The build appends the unpacked size, four bytes that are no part of the stream.
-    payload = image[begin + offset : begin + offset + length - 4]
+    payload = image[begin + offset : begin + offset + length]
     for magic, unpack in _FORMATS:
         if payload.startswith(magic):
-            kernel = unpack(payload)
+            # The build appends the unpacked size, four bytes that are no part of the stream; but
+            # for gzip, whose stream ends with it.
+            kernel = unpack(payload if unpack is gzip.decompress else payload[:-4])
             if kernel.startswith(b"\x7fELF"):
                 return kernel
     raise InfrastructureError(

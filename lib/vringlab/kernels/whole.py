@@ -490,7 +490,8 @@ class _Whole:
             stage.mkdir()
             out = self.folder / "out"
             with tarfile.open(out / "modules.tar.xz") as tar:
-                tar.extractall(stage, filter="data")
+                # Its links lead to the folder it was built in.
+                tar.extractall(stage, [item for item in tar if not item.issym()], filter="data")
             (stage / "boot").mkdir()
             shutil.copy(out / "bzImage", stage / "boot" / f"vmlinuz-{release}")
             tools = self.folder / "tools"
