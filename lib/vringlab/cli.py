@@ -130,21 +130,13 @@ def run(
     host: Annotated[
         list[str] | None,
         typer.Option(
-            help="The KVM host: embedded, or ssh://[user@]host[:port] by ~/.ssh/config, agent and "
-            "known_hosts. Again for each further host of the run."
+            help="The KVM host: embedded; kept (vringlab up); or ssh://\\[user@]host\\[:port] by "
+            "~/.ssh/config, agent and known_hosts. Again for each further host of the run."
         ),
     ] = None,
-    hosts: Annotated[
-        Path | None, typer.Option(help="A hosts.yaml: url, name, arch, cpus, memory_gib, tags.")
-    ] = None,
-    need: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TAG", help="Only hosts with this tag, arch=NAME or cpus>=N."),
-    ] = None,
-    scheduler: Annotated[
-        str | None,
-        typer.Option(help="A dask scheduler whose workers drive the hosts: tcp://HOST:PORT."),
-    ] = None,
+    hosts: cli_patches.HostsFile = None,
+    need: cli_patches.Needs = None,
+    scheduler: cli_patches.Scheduler = None,
     switch: Annotated[
         SwitchName,
         typer.Option(help="Load an arm by swapping its module, or in a fresh guest each time."),
@@ -162,20 +154,8 @@ def run(
         ),
     ] = False,
     dry_run: Annotated[bool, typer.Option(help="Show the plan; measure nothing.")] = False,
-    tune: Annotated[
-        bool,
-        typer.Option(
-            "--tune",
-            help="On ssh:// hosts: governor performance and irqbalance held, for the run only.",
-        ),
-    ] = False,
-    swap_host_module: Annotated[
-        bool,
-        typer.Option(
-            "--swap-host-module",
-            help="On ssh:// hosts: allow arms of the host's own modules, for the run only.",
-        ),
-    ] = False,
+    tune: cli_patches.Tune = False,
+    swap_host_module: cli_patches.SwapHostModule = False,
 ) -> None:
     """Measure an experiment: stock against patched, with an A/A pair for the noise floor.
 
@@ -204,9 +184,7 @@ def run(
             print(cell.cell_id)
         print(f"{len(plan.cells)} cells, timed windows {clock(plan.measuring_s)}")
         return
-    listed = _hosts(host, hosts)
-    if tune or swap_host_module:
-        listed = _with_options(listed, tune, swap_host_module)
+    listed = _with_options(_hosts(host, hosts), tune, swap_host_module)
     named = choose_hosts(listed, plan, [*chosen.needs, *(need or [])], until_decided)
     if until_decided:
         from vringlab.analysis import judgement
@@ -234,7 +212,7 @@ def _with_options(listed: list[Host], tune: bool, swap_host_module: bool) -> lis
 @app.command()
 def doctor(
     host: Annotated[
-        str, typer.Argument(help="ssh://[user@]host[:port]; this machine when not given.")
+        str, typer.Argument(help="ssh://\\[user@]host\\[:port]; this machine when not given.")
     ] = "embedded",
     json: Annotated[bool, typer.Option("--json", help="Print a record instead.")] = False,
     boot: Annotated[
@@ -523,14 +501,17 @@ def build(
             print(f"{name} {arm}: {built.module} build-id {built.build_id}")
 
 
-def _choose_tried(urls: list[str], plan: Plan) -> tuple[Host, ...]:
+def _choose_tried(asked: cli_patches.Asked, plan: Plan) -> tuple[Host, ...]:
     from vringlab.collect import choose_hosts
 
-    return choose_hosts(_hosts(urls, None), plan)
+    listed = _with_options(_hosts(asked.urls, asked.file), asked.tune, asked.swap_host_module)
+    return choose_hosts(listed, plan, asked.needs)
 
 
-def _execute_tried(chosen: Experiment, store: Store, hosts: tuple[Host, ...], switch: str) -> None:
-    _execute(chosen, store, hosts, None, SwitchName(switch), until_decided=False)
+def _execute_tried(
+    chosen: Experiment, store: Store, hosts: tuple[Host, ...], scheduler: str | None, switch: str
+) -> None:
+    _execute(chosen, store, hosts, scheduler, SwitchName(switch), until_decided=False)
 
 
 cli_lab.register(app)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,10 +18,30 @@ if TYPE_CHECKING:
     from vringlab.campaign.store import Store
     from vringlab.campaign.trial import Trial
 
-#: The hosts of these addresses that may measure a plan; refuses those that may not.
-Choose = Callable[[list[str], "Plan"], "tuple[Host, ...]"]
-#: Measures a run and shows it: the experiment, its store, hosts, how arms are loaded.
-Execute = Callable[["Experiment", "Store", "tuple[Host, ...]", str], None]
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line says of hosts.
+
+    Attributes:
+        urls: Their addresses.
+        file: A hosts.yaml.
+        needs: What each must have.
+        tune: Change their settings for the run.
+        swap_host_module: Allow arms of their own modules.
+    """
+
+    urls: list[str]
+    file: Path | None
+    needs: Sequence[str]
+    tune: bool
+    swap_host_module: bool
+
+
+#: The hosts that may measure a plan; refuses those that may not.
+Choose = Callable[[Asked, "Plan"], "tuple[Host, ...]"]
+#: Measures a run and shows it: the experiment, its store, hosts, scheduler, how arms are loaded.
+Execute = Callable[["Experiment", "Store", "tuple[Host, ...]", str | None, str], None]
 
 
 class ProfileName(StrEnum):
@@ -66,8 +87,41 @@ _Workloads = Annotated[
         "--workload", "-w", help="What measures it: see `vringlab list`. May be repeated."
     ),
 ]
+HostsFile = Annotated[
+    Path | None, typer.Option(help="A hosts.yaml: url, name, arch, cpus, memory_gib, tags.")
+]
+Needs = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="TAG", help="Only hosts with this tag, arch=NAME, cpus>=N or memory_gib>=N."
+    ),
+]
+Scheduler = Annotated[
+    str | None,
+    typer.Option(help="A dask scheduler whose workers drive the hosts: tcp://HOST:PORT."),
+]
+Tune = Annotated[
+    bool,
+    typer.Option(
+        "--tune",
+        help="On ssh:// hosts: governor performance and irqbalance held, for the run only.",
+    ),
+]
+SwapHostModule = Annotated[
+    bool,
+    typer.Option(
+        "--swap-host-module",
+        help="On ssh:// hosts: allow arms of the host's own modules, for the run only.",
+    ),
+]
 _Tree = Annotated[Path | None, typer.Option(help="The git tree that a range A..B is of.")]
-_Base = Annotated[str, typer.Option(help="The base kernel: stock, and what is patched.")]
+_Base = Annotated[
+    str,
+    typer.Option(
+        help="The base kernel: debian:6.1, debian:6.12, debian:7.x, tree:PATH, tarball:PATH or "
+        "git:URL@REF."
+    ),
+]
 _Side = Annotated[
     SideName | None,
     typer.Option(help="Whose module is replaced; by its name when not given (vhost*, tun: host)."),
@@ -100,8 +154,12 @@ def register(app: typer.Typer, choose: Choose, execute: Execute) -> None:
             ProfileName, typer.Option(help="smoke: one boot; quick: minutes; full: hours.")
         ] = ProfileName.quick,
         host: Annotated[
-            list[str] | None, typer.Option(help="The KVM host: embedded. May be repeated.")
+            list[str] | None,
+            typer.Option(help="The KVM host, as for `vringlab run`. May be repeated."),
         ] = None,
+        hosts: HostsFile = None,
+        need: Needs = None,
+        scheduler: Scheduler = None,
         switch: Annotated[
             SwitchName,
             typer.Option(help="Swap the module, or boot a fresh guest for every arm."),
@@ -120,6 +178,8 @@ def register(app: typer.Typer, choose: Choose, execute: Execute) -> None:
         dry_run: Annotated[
             bool, typer.Option(help="Fit the patch and show the plan; measure nothing.")
         ] = False,
+        tune: Tune = False,
+        swap_host_module: SwapHostModule = False,
     ) -> None:
         """Measure a patch of your own: stock against patched, with an A/A pair for the noise.
 
@@ -153,9 +213,10 @@ def register(app: typer.Typer, choose: Choose, execute: Execute) -> None:
                 print(cell.cell_id)
             print(f"{len(plan.cells)} cells, timed windows {clock(plan.measuring_s)}")
             return
-        hosts = choose(host or [], plan)
+        asked = Asked(host or [], hosts, need or [], tune, swap_host_module)
+        chosen = choose(asked, plan)
         with tryout.create(trial, plan) as store:
-            execute(of_run(store.path, plan.experiment), store, hosts, how)
+            execute(of_run(store.path, plan.experiment), store, chosen, scheduler, how)
 
     @app.command("new")
     def new(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -305,6 +306,32 @@ def test_what_is_missing_on_the_command_line_is_named(base: Base) -> None:
     _, _, error = run_cli("try", patch, "-w", "netperf", "--side", "guest", "--host", "moon")
     assert isinstance(error, UserError)
     assert not (base.folder / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (["--tune"], "--tune is for a host of your own"),
+        (["--swap-host-module"], "--swap-host-module is for a host of your own"),
+        (["--need", "quiet"], "quiet"),
+        (["--hosts", "no-hosts.yaml"], r"no-hosts\.yaml"),
+    ],
+)
+def test_hosts_are_named_as_for_any_run(base: Base, options: list[str], match: str) -> None:
+    base.series(TRIPLE)
+    patch = str(base.folder / "patches" / "1-x.patch")
+    _, _, error = run_cli("try", patch, "-w", "netperf", "--side", "guest", *options)
+    assert isinstance(error, UserError)
+    assert re.search(match, error.message)
+    assert error.remedy
+    assert not (base.folder / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["run", "doctor"])
+def test_help_shows_addresses_whole(command: str) -> None:
+    # Brackets are markup in help texts.
+    _, printed, _ = run_cli(command, "--help")
+    assert "[user@]host[:port]" in re.sub(r"[\s│]", "", printed)
 
 
 # --- lasting experiments --------------------------------------------------------------------
