@@ -130,8 +130,8 @@ def run(
     host: Annotated[
         list[str] | None,
         typer.Option(
-            help="The KVM host: embedded; kept (vringlab up); or ssh://\\[user@]host\\[:port] by "
-            "~/.ssh/config, agent and known_hosts. Again for each further host of the run."
+            help="The KVM host: embedded; kept (vringlab up); or ssh://HOST, also with user@ and "
+            ":port, by ~/.ssh/config, agent and known_hosts. Again for each further host."
         ),
     ] = None,
     hosts: cli_patches.HostsFile = None,

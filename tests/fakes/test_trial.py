@@ -327,11 +327,10 @@ def test_hosts_are_named_as_for_any_run(base: Base, options: list[str], match: s
     assert not (base.folder / "runs").exists()
 
 
-@pytest.mark.parametrize("command", ["run", "doctor"])
-def test_help_shows_addresses_whole(command: str) -> None:
-    # Brackets are markup in help texts.
-    _, printed, _ = run_cli(command, "--help")
-    assert "[user@]host[:port]" in re.sub(r"[\s│]", "", printed)
+def test_help_shows_addresses_whole() -> None:
+    # Brackets are markup in help texts, and long words are cut off in narrow columns.
+    assert "ssh://[user@]host[:port]" in run_cli("doctor", "--help")[1]
+    assert "ssh://HOST" in run_cli("run", "--help")[1]
 
 
 # --- lasting experiments --------------------------------------------------------------------
