@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,30 @@ def test_a_tethered_command_that_ignores_sigterm_is_killed(
             tethered=True,
         )
     assert until(lambda: not alive(pids(path, 1)[0]))
+
+
+@pytest.mark.parametrize("tethered", [False, True])
+def test_another_thread_stops_a_command_and_all_that_would_follow(
+    tmp_path: Path, tethered: bool
+) -> None:
+    started = tmp_path / "pids"
+    stop = local.Stop()
+
+    def work() -> None:
+        for _ in range(2):
+            command = f"sleep 600 & echo $$ $! >> {started}; wait"
+            local.run(["sh", "-c", command], timeout=600, check=False, tethered=tethered)
+
+    with ThreadPoolExecutor(1) as pool:
+        doing = pool.submit(stop.around, work)
+        running = pids(started, 2)
+        stop()
+        with pytest.raises(InfrastructureError, match="sh was stopped"):
+            doing.result(timeout=DEADLINE_S)
+    assert until(lambda: not any(alive(pid) for pid in running))
+    assert len(started.read_text().split()) == 2
+    # Another thread's commands are none of it.
+    assert local.run(["true"], timeout=60).returncode == 0
 
 
 def test_kill_9_ends_a_tethered_command_and_all_that_it_started(tmp_path: Path) -> None:

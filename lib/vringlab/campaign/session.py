@@ -39,6 +39,7 @@ from vringlab.lab.swap import (
     swap_host,
 )
 from vringlab.settings import settings
+from vringlab.transport import local
 from vringlab.workloads import base
 from vringlab.workloads.base import Outcome
 
@@ -553,7 +554,12 @@ def open_session(
         with budget.phase("build"):
             image = ensure_image(on_step=on_step)
         pool = stack.enter_context(ThreadPoolExecutor(max_workers=1))
-        prepared: Future[Prepared] = pool.submit(prepare_arms, experiment, arms, image, on_step)
+        # Nobody who wants to leave waits for a kernel to be built.
+        stop = local.Stop()
+        stack.callback(stop)
+        prepared: Future[Prepared] = pool.submit(
+            stop.around, prepare_arms, experiment, arms, image, on_step
+        )
         with budget.phase("set-up"):
             lease = stack.enter_context(HostLease(lambda: _host(host, image, on_step, run)))
             if experiment.side == "host" and lease.host.swap_refusal:

@@ -7,13 +7,17 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vringlab.errors import InfrastructureError
+
+T = TypeVar("T")
 
 #: A killed command's pipes are read this long for its last words.
 _LAST_WORDS_S = 5.0
@@ -42,6 +46,56 @@ class Completed:
     stderr: str
     returncode: int
     seconds: float
+
+
+class Stop:
+    """Ends the commands of another thread: what that runs now, and whatever it would run next."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: subprocess.Popen[Any] | None = None
+        self._stopped = False
+
+    def around(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Do work whose commands this ends; give it to a thread."""
+        token = _STOP.set(self)
+        try:
+            return work(*arguments)
+        finally:
+            _STOP.reset(token)
+
+    def __call__(self) -> None:
+        """End them; the work gets an InfrastructureError."""
+        with self._lock:
+            self._stopped = True
+            self._end()
+
+    def watch(self, process: subprocess.Popen[Any] | None) -> None:
+        """Name the command that runs now."""
+        with self._lock:
+            self._running = process
+            if self._stopped:
+                self._end()
+
+    def check(self, argv: Sequence[str]) -> None:
+        """Refuse a command when it is too late for it.
+
+        Raises:
+            InfrastructureError: it is.
+        """
+        if self._stopped:
+            raise InfrastructureError(
+                f"{argv[0]} was stopped", remedy="what was done is kept", host="local"
+            )
+
+    def _end(self) -> None:
+        if self._running is not None:
+            # Tethered commands clean up, and a shell of ours sees to it that they hurry.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._running.pid, signal.SIGTERM)
+
+
+_STOP: ContextVar[Stop | None] = ContextVar("stop", default=None)
 
 
 def find_tool(name: str, remedy: str = "") -> str:
@@ -120,9 +174,12 @@ def run(
 
     Raises:
         InfrastructureError: not installed, cannot be started, failed (with `check`), or over the
-            deadline.
+            deadline, or stopped (see `Stop`).
     """
     program = find_tool(argv[0], remedy_missing)
+    stop = _STOP.get()
+    if stop is not None:
+        stop.check(argv)
     command = [program, *argv[1:]]
     begin = time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -159,6 +216,9 @@ def run(
                 host="local",
             ) from error
         text = input if isinstance(input, str) else ""
+        if stop is not None:
+            stop.watch(process)
+            stack.callback(stop.watch, None)
         try:
             stdout, stderr = process.communicate(text if process.stdin else None, timeout=timeout)
         except BaseException as error:
@@ -178,6 +238,8 @@ def run(
                 stdout=stdout,
                 stderr=stderr,
             ) from None
+    if stop is not None:
+        stop.check(argv)
     done = Completed(stdout or "", stderr or "", process.returncode, time.monotonic() - begin)
     if check and done.returncode != 0:
         raise InfrastructureError(
