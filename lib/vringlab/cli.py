@@ -77,6 +77,7 @@ def list_(
 ) -> None:
     """List experiments with their arms and parameters, or the runs made here."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console()
@@ -98,7 +99,7 @@ def list_(
 
     for name in experiments.names():
         experiment = experiments.load(name)
-        console.print(f"[bold]{name}[/bold]  {experiment.title}", highlight=False)
+        console.print(f"[bold]{name}[/bold]  {escape(experiment.title)}", highlight=False)
         arms = ", ".join(
             f"{arm} (reference)" if arm == experiment.reference else arm
             for arm in experiment.arm_names
@@ -329,17 +330,16 @@ def _show(path: Path) -> None:
     console.print(arm_table(loaded))
     for line in [*run_lines(loaded, whole=False), *path_lines(loaded)]:
         console.print(line, highlight=False)
-    if loaded.tried:
+    verdicts = verdicts_of(loaded)
+    if not verdicts:
         from vringlab.report import trial_view
 
-        console.print("\nWhat this run says of the patch", style="bold")
+        of = "of the patch" if loaded.tried else "(no figure was published)"
+        console.print(f"\nWhat this run says {of}", style="bold")
         for line in trial_view.lines(loaded):
             console.print(f"  {line}", highlight=False, markup=False)
         return
     console.print("\nVerdicts on the published claims", style="bold")
-    verdicts = verdicts_of(loaded)
-    if not verdicts:
-        console.print("  none were published on what this experiment measures")
     for verdict in verdicts:
         rest = verdict.sentence.removeprefix(verdict.word)
         console.print(f"  [bold]{verdict.word}[/bold]{escape(rest)}", highlight=False)

@@ -112,7 +112,8 @@ def verdicts_of(run: RunFrames, draws: int = 0) -> list[Verdict]:
         run: The run.
         draws: Draws of the bootstrap that stands beside the interval.
     """
-    if run.plan.experiment not in experiments():
+    # A patch that was tried under the name of an experiment is not what was published on.
+    if run.tried or run.plan.experiment not in experiments():
         return []
     claims = load_claims(run.plan.experiment)
     stored: dict[str, Any] | None = run.provenance.get(SEQUENTIAL)

@@ -112,6 +112,9 @@ def write_report(path: Path | str, out: Path | str | None = None) -> Path:
     return target
 
 
+NOTHING_PUBLISHED = "No published figure is about what this run measured."
+
+
 def render(run: RunFrames) -> str:
     """The page of a run as text. Never raises for a fault of the run's data."""
     every = list(dict.fromkeys([*HEADLINE, *drawn_metrics(run)]))
@@ -136,8 +139,8 @@ def render(run: RunFrames) -> str:
         notes=run_notes(summary),
         verdicts=[_verdict(verdict) for verdict in measured],
         verdict_counts=_counts(measured),
-        tried=[_unbroken(line) for line in trial_lines(run)] if run.tried else [],
-        no_verdicts=problem or "No published figure is about what this run measured.",
+        findings=[] if measured else [_unbroken(line) for line in trial_lines(run)],
+        no_verdicts=problem or ("" if run.tried else NOTHING_PUBLISHED),
         others=[_claim_text(claim) for claim in others],
         figures=_figures(summary),
         table=_table(table, run),
@@ -427,16 +430,40 @@ def _starred(path: str, pattern: str) -> str:
 
 
 def command_again(run: RunFrames) -> str:
-    """The command that measures the same plan again."""
+    """The command that measures the same plan again; of tried patches, given their files."""
     plan = run.plan
-    words = ["vringlab", "run", plan.experiment, "--profile", plan.profile, "--seed"]
-    words.append(str(plan.seed))
-    for name, values in plan.overrides.items():
+    words = ["vringlab", "run", plan.experiment]
+    overrides: Mapping[str, Iterable[object]] = plan.overrides
+    if run.tried:
+        words = ["vringlab", "try", *_patches(run), "--base", plan.base_kernel]
+        words += ["--side", plan.side] if plan.module != "vmlinux" else ["--build", "full"]
+        for workload in dict.fromkeys(cell.workload for cell in plan.cells):
+            words += ["--workload", workload]
+        overrides = {
+            name: dict.fromkeys(cell.params[name] for cell in plan.cells if name in cell.params)
+            for name in plan.params
+        }
+    words += ["--profile", plan.profile, "--seed", str(plan.seed)]
+    for name, values in overrides.items():
         words += ["-p", f"{name}={','.join(map(str, values))}"]
     settings = _mapping(run.provenance.get("settings"))
     if settings.get("switch") not in (None, "swap"):
         words += ["--switch", str(settings["switch"])]
     return shlex.join(words)
+
+
+def _patches(run: RunFrames) -> list[str]:
+    """What was tried, as it is typed; of files the name alone."""
+    words = []
+    for known in _mapping(run.provenance.get("try")).values():
+        source = str(known["source"])
+        if known["kind"] == "git range":
+            words += [source, "--tree", "TREE"]
+        else:
+            words.append(
+                known["message_id"] if known["kind"] == "message-id" else Path(source).name
+            )
+    return words
 
 
 def _as_typed(run: RunFrames) -> str:

@@ -12,11 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vringlab.analysis.frames import RunFrames
-from vringlab.report.html import command_again, is_measured, judged
+from vringlab.report.html import NOTHING_PUBLISHED, command_again, is_measured, judged
 from vringlab.report.netperf_matrix import run_lines
 from vringlab.report.summary import ArmRow, Summary, amount, count, span, summarise
 from vringlab.report.tables import Line, Section, aligned, arm_table
 from vringlab.report.time_budget import sentence
+from vringlab.report.trial_view import lines as trial_lines
+from vringlab.report.trial_view import series_texts
 
 COLUMNS = 72
 
@@ -166,6 +168,7 @@ def configuration(summary: Summary) -> list[tuple[str, str]]:
         ("Guest", guest),
         ("Module", module),
         ("Arms", arms),
+        *(("Patch", f"{arm}: {text}") for arm, text in series_texts(run).items()),
         ("n", size),
     ]
 
@@ -223,7 +226,10 @@ def _verdict_lines(run: RunFrames) -> Iterator[str]:
     shown = [(claim, verdict) for claim, verdict in verdicts if is_measured(claim, run)]
     yield ""
     if not shown:
-        yield from _wrap(problem or "No published figure is about what was measured here.")
+        nothing = "What this run says of the patch:" if run.tried else NOTHING_PUBLISHED
+        yield from _wrap(problem or nothing)
+        for line in trial_lines(run):
+            yield from _wrap(line, "- ", "  ")
         return
     yield "Verdicts on the published figures:"
     for claim, verdict in shown:

@@ -234,6 +234,16 @@ def series_table(run: RunFrames) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def series_texts(run: RunFrames) -> dict[str, str]:
+    """What was tried in a line, by arm: title, version, number of patches and message-id."""
+    texts = {}
+    for arm, known in run.provenance.get("try", {}).items():
+        count = "one patch" if known["patches"] == 1 else f"{known['patches']} patches"
+        named = f", <{known['message_id']}>" if known["message_id"] else ""
+        texts[arm] = f"{known['title']} (v{known['version']}, {count}{named})"
+    return texts
+
+
 def of_arm(found: Sequence[Finding], arm: str) -> list[Finding]:
     """Those of one arm."""
     return [item for item in found if item.arm == arm]
