@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from pathlib import Path
 from typing import cast
@@ -13,7 +12,7 @@ from tests.fakes.fake_lab import STILL_RUNNING, Answer, FakeMachine
 from tests.fakes.processes import DEADLINE_S, alive, script, until
 
 from vringlab.errors import InfrastructureError, TransientError
-from vringlab.image.build import Image
+from vringlab.image.build import Image, ensure_image
 from vringlab.lab import accel
 from vringlab.transport import local
 from vringlab.transport.ssh import Machine
@@ -43,9 +42,9 @@ class Qemu:
         self.calls = folder / "calls"
         monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
-    def behaves(self, *, rom: str, kernel: str = "exit 1") -> None:
+    def behaves(self, *, rom: str, kernel: str = "exit 1", image: Image | None = None) -> None:
         script(
-            self._folder / accel.QEMU,
+            image.qemu if image is not None else self._folder / accel.QEMU,
             f'echo "$*" >> {self.calls}\ncase "$*" in *-kernel*) {kernel} ;; *) {rom} ;; esac',
         )
 
@@ -133,7 +132,7 @@ def test_then_a_kernel(
 ) -> None:
     if "hung" in fault:
         monkeypatch.setattr(accel, "_KERNEL_DEADLINE_S", 1.0)
-    qemu.behaves(rom=ROM_RUNS, kernel=kernel)
+    qemu.behaves(rom=ROM_RUNS, kernel=kernel, image=image)
     found = accel.kvm_fault(image, device)
     assert fault in found
     assert bool(found) == bool(fault)
@@ -190,19 +189,15 @@ def test_emulation_asked_for_probes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 # --- this machine --------------------------------------------------------------------------
 
-needs_qemu = pytest.mark.skipif(
-    shutil.which(accel.QEMU) is None, reason="needs qemu-system-x86_64: `make setup`"
-)
 
-
-@needs_qemu
+@pytest.mark.timeout(900)  # The image may have to be built.
 def test_the_firmware_does_what_the_probe_takes_for_success(tmp_path: Path) -> None:
     # Emulated, since KVM may be what is broken.
     rom = tmp_path / "probe.rom"
     rom.write_bytes(accel._ROM)
     done = local.run(
         [
-            *(accel.QEMU, "-accel", "tcg", "-nodefaults", "-display", "none"),
+            *(accel.qemu_of(ensure_image()), "-accel", "tcg", "-nodefaults", "-display", "none"),
             *("-machine", "pc", "-m", "16", "-bios", str(rom), "-no-reboot"),
             *("-device", "isa-debug-exit,iobase=0xf4,iosize=4"),
         ],
@@ -212,16 +207,17 @@ def test_the_firmware_does_what_the_probe_takes_for_success(tmp_path: Path) -> N
     assert done.returncode == accel._ROM_STATUS
 
 
-@needs_qemu
+@pytest.mark.timeout(900)
 def test_this_machines_kvm_is_judged_within_seconds() -> None:
+    image = ensure_image()
     begin = time.monotonic()
-    fault = accel.kvm_fault(None)
+    fault = accel.kvm_fault(image)
     assert time.monotonic() - begin < DEADLINE_S
-    assert (accel.choose(None).name == "kvm") == (not fault and not accel._nested_fault())
+    assert (accel.choose(image).name == "kvm") == (not fault and not accel._nested_fault())
     if fault:
         assert "/dev/kvm" in fault
         with pytest.raises(InfrastructureError, match="KVM cannot be used"):
-            accel.choose(None, "kvm")
+            accel.choose(image, "kvm")
 
 
 # --- KVM of another host -------------------------------------------------------------------

@@ -15,7 +15,7 @@ from tests.fakes.ssh_server import Keys
 from vringlab.errors import InfrastructureError, TransientError
 from vringlab.image.build import Image
 from vringlab.lab import embedded
-from vringlab.lab.accel import QEMU, Accelerator
+from vringlab.lab.accel import Accelerator
 from vringlab.lab.embedded import HostMachine, embedded_host
 from vringlab.settings import Settings
 
@@ -36,7 +36,7 @@ class Bench:
         (image / "id_ed25519").write_bytes(keys.client.path.read_bytes())
         self.image = Image(image, "0" * 16, "trixie", "6.12.1", "6.12.1-1", {}, keys.host.public)
         command = f"PYTHONPATH={ROOT}:{ROOT / 'lib'} exec {sys.executable} -m tests.fakes.fake_qemu"
-        self.qemu = folder / "bin" / QEMU
+        self.qemu = self.image.qemu
         script(self.qemu, f'{command} "$@"')
         monkeypatch.setenv("PATH", f"{folder / 'bin'}:/usr/bin:/bin")
         monkeypatch.setenv("FAKE_QEMU_KEYS", str(folder))
@@ -148,11 +148,11 @@ def test_ports_that_are_always_taken_are_an_error_in_the_end(bench: Bench) -> No
     assert bench.nothing_left()
 
 
-def test_a_qemu_that_is_not_installed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
+def test_an_image_that_lost_its_qemu(bench: Bench) -> None:
+    bench.qemu.unlink()
     with pytest.raises(InfrastructureError, match="is not installed") as caught:
         enter(bench)
-    assert "qemu-system-x86" in caught.value.remedy
+    assert "vringlab build" in caught.value.remedy
     assert bench.nothing_left()
 
 

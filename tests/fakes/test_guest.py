@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import shutil
 import socket
 import subprocess
 from collections.abc import Callable
@@ -17,7 +16,7 @@ import pytest
 from tests.fakes.fake_lab import STILL_RUNNING, Answer, FakeMachine, built_module
 
 from vringlab.errors import InfrastructureError, TransientError, VringlabError
-from vringlab.image.build import Image
+from vringlab.image.build import Image, ensure_image
 from vringlab.kernels.module import BuiltModule
 from vringlab.lab import guest
 from vringlab.lab.embedded import HostMachine
@@ -151,15 +150,13 @@ def test_any_other_refusal_has_qemus_words(
     assert len(machine.commands) == 1
 
 
-@pytest.mark.skipif(
-    shutil.which("qemu-system-x86_64") is None, reason="needs qemu-system-x86_64: `make setup`"
-)
-def test_the_installed_qemu_says_it_as_expected(host: HostMachine, machine: FakeMachine) -> None:
+@pytest.mark.timeout(900)  # The image may have to be built.
+def test_the_images_qemu_says_it_as_expected(host: HostMachine, machine: FakeMachine) -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = int(holder.getsockname()[1])
         done = subprocess.run(
             [
-                *("qemu-system-x86_64", "-M", "none", "-display", "none", "-nodefaults"),
+                *(ensure_image().qemu, "-M", "none", "-display", "none", "-nodefaults"),
                 *("-qmp", f"tcp:127.0.0.1:{port},server=on,wait=off"),
             ],
             capture_output=True,

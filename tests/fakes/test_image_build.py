@@ -53,7 +53,23 @@ MEMBERS = {
     f"{MODULES}/modules.dep": b"kernel/a.ko: kernel/b.ko\nkernel/b.ko:\n",
     f"{MODULES}/kernel/a.ko": b"module a",
     f"{MODULES}/kernel/b.ko": b"module b",
+    "./usr/bin/qemu-system-x86_64": b"QEMU",
+    "./usr/lib64/ld-linux-x86-64.so.2": b"loader",
+    "./etc/vringlab/qemu-libraries": b"/lib/x86_64-linux-gnu/libz.so.1\n",
+    "./usr/lib/x86_64-linux-gnu/libz.so.1.3": b"zlib",
+    "./usr/share/seabios/bios-256k.bin": b"bios",
+    "./usr/share/seabios/bios.bin": b"bios",
+    "./usr/share/qemu/kvmvapic.bin": b"rom",
+    "./usr/share/qemu/linuxboot_dma.bin": b"rom",
+    "./usr/share/qemu/pvh.bin": b"rom",
+    "./usr/lib/ipxe/qemu/efi-virtio.rom": b"ipxe",
     "./etc/vringlab/packages": b"fio\t3.39-1\nlibc6\t2.41\nvringlab-kernel\t6.12.1-1\n",
+}
+#: A file's and a folder's links, relative and absolute, as Debian has them.
+LINKS = {
+    "./lib": "usr/lib",
+    "./usr/lib/x86_64-linux-gnu/libz.so.1": "libz.so.1.3",
+    "./usr/share/qemu/efi-virtio.rom": "/usr/lib/ipxe/qemu/efi-virtio.rom",
 }
 RECIPE = Recipe(suite="toy", initrd_modules=("a",))
 
@@ -65,6 +81,10 @@ def root_tar(path: Path, without: str = "") -> Path:
                 info = tarfile.TarInfo(name)
                 info.size = len(content)
                 tar.addfile(info, io.BytesIO(content))
+        for name, target in LINKS.items():
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = tarfile.SYMTYPE, target
+            tar.addfile(info)
     return path
 
 
@@ -297,6 +317,27 @@ def test_the_manifest_says_what_the_image_is(workshop: Workshop) -> None:
     assert manifest["host_key"] == image.host_key
     assert build.load(image.folder) == image
     assert workshop.left() == [RECIPE.digest()]
+
+
+@pytest.mark.usefixtures("workshop")
+def test_qemu_comes_with_its_libraries_and_firmware() -> None:
+    folder = ensure_image(RECIPE).qemu.parent
+    found = {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+    wrapper = found.pop("qemu-system-x86_64").decode()
+    assert "exec" in wrapper
+    assert found == {
+        "lib/qemu-system-x86_64": b"QEMU",
+        "lib/loader": b"loader",
+        "lib/libz.so.1": b"zlib",
+        "firmware/efi-virtio.rom": b"ipxe",
+        **{f"firmware/{name}": b"bios" for name in ("bios-256k.bin", "bios.bin")},
+        **{f"firmware/{name}": b"rom" for name in ("kvmvapic.bin", "linuxboot_dma.bin", "pvh.bin")},
+    }
+    assert stat.S_IMODE((folder / "qemu-system-x86_64").stat().st_mode) == 0o755
 
 
 def test_the_key_is_one_that_ssh_takes(workshop: Workshop) -> None:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: What the script calls and no test replaces.
 REAL = "bash cat cut cp dirname env flock id mkdir mv rm sed sha256sum sort touch tr"
 #: What it looks for as a command, see `needs` there.
-TOOLS = "qemu-system-x86_64 qemu-img mmdebstrap bwrap newuidmap gensquashfs gcc make git ssh-keygen"
+TOOLS = "mmdebstrap bwrap newuidmap gensquashfs gcc make git ssh-keygen"
 
 # Stands for the base interpreter and, copied by its `-m venv`, for the environment's own. It
 # writes down what it was asked to install, and fails once for each line in the file `pip-fails`.

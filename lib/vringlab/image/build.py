@@ -12,7 +12,7 @@ from pathlib import Path
 
 from vringlab.cachedir import OnStep, Store, require_space
 from vringlab.errors import InfrastructureError
-from vringlab.image import initrd
+from vringlab.image import emulator, initrd
 from vringlab.image.kernel_file import uncompressed
 from vringlab.image.recipe import FILES, SOURCES, Recipe
 from vringlab.settings import settings
@@ -67,6 +67,11 @@ class Image:
     def initrd(self) -> Path:
         """The small initrd."""
         return self.folder / "initrd"
+
+    @property
+    def qemu(self) -> Path:
+        """Its QEMU, to be run on this machine."""
+        return self.folder / "qemu" / emulator.PROGRAM
 
     @property
     def client_key(self) -> Path:
@@ -129,6 +134,8 @@ def _hooks(recipe: Recipe, work: Path) -> list[str]:
         # Accounts must not be locked for sshd, and nobody has a password.
         'sed -i "s|^root:[^:]*|root:*|" "$1"/etc/shadow',
         'rm -rf "$1"/var/cache/apt "$1"/usr/share/bash-completion "$1"/boot/System.map*',
+        f'chroot "$1" ldd /usr/bin/{emulator.PROGRAM} | sed -n "s/.*=> \\([^ ]*\\) .*/\\1/p" '
+        f'> "$1"/{emulator.LIBRARIES}',
         '{ chroot "$1" dpkg-query -W; cat "$1"/var/tmp/kernel-version; } '
         '> "$1"/etc/vringlab/packages; rm "$1"/var/tmp/kernel-version',
     ]
@@ -176,7 +183,7 @@ def _debootstrap(recipe: Recipe, work: Path, tar: Path) -> None:
 
 
 def _read_members(tar: Path, modules: tuple[str, ...], target: Path) -> tuple[str, bytes]:
-    """Take the kernel and the parts of the initrd out of the root; write both.
+    """Take the kernel, the parts of the initrd and QEMU out of the root; write them.
 
     Returns the kernel's release and the list of installed packages.
     """
@@ -201,12 +208,13 @@ def _read_members(tar: Path, modules: tuple[str, ...], target: Path) -> tuple[st
             (target / "initrd").write_bytes(
                 initrd.build(read("usr/bin/busybox"), (FILES / "initrd-init").read_bytes(), content)
             )
+            emulator.unpack(archive, target / "qemu")
             return release, read("etc/vringlab/packages")
     except (KeyError, tarfile.TarError) as error:
         missing = error.args[0] if isinstance(error, KeyError) else f"readable end: {error}"
         raise InfrastructureError(
             f"the root file system that mmdebstrap made has no {missing}",
-            remedy="the suite's kernel or busybox may have changed; see the image's recipe",
+            remedy="the suite's kernel, busybox or QEMU may have changed; see the image's recipe",
             host="local",
         ) from error
 

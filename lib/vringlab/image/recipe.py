@@ -15,7 +15,7 @@ SOURCES = Path(__file__).parent / "src"
 
 #: How the ingredients are put together decides the result too.
 _BUILDERS = tuple(
-    Path(__file__).parent / f"{name}.py" for name in ("build", "initrd", "kernel_file")
+    Path(__file__).parent / f"{name}.py" for name in ("build", "emulator", "initrd", "kernel_file")
 )
 
 

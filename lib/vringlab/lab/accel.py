@@ -18,7 +18,7 @@ from vringlab.transport import local
 from vringlab.transport.ssh import Machine
 
 QEMU = "qemu-system-x86_64"
-QEMU_MISSING = "install qemu-system-x86, or run `make setup`"
+QEMU_MISSING = "the image has one: run `vringlab build`; or install qemu-system-x86"
 
 #: mov al,0x10; out 0xf4,al; hlt: at the reset vector, sixteen bytes below the firmware's end.
 _ROM = bytes(0xFFF0) + b"\xb0\x10\xe6\xf4\xf4\xeb\xfd" + bytes(9)
@@ -52,7 +52,7 @@ _ROM_ARGV = (
     *("-machine", "pc", "-m", "16", "-no-reboot"),
     *("-device", "isa-debug-exit,iobase=0xf4,iosize=4"),
 )
-_UNDER_KVM = (QEMU, "-accel", "kvm", "-cpu", "host", "-nodefaults", "-display", "none")
+_UNDER_KVM = ("-accel", "kvm", "-cpu", "host", "-nodefaults", "-display", "none")
 _LINUX_ARGV = (
     *("-machine", "q35", "-m", "512", "-no-reboot", "-serial", "stdio"),
     *("-append", "console=ttyS0 panic=-1 quiet vringlab.role=probe"),
@@ -64,11 +64,16 @@ def _last_line(text: str) -> str:
     return lines[-1].removeprefix(f"{QEMU}: ") if lines else "no message"
 
 
-def _attempt(argv: list[str], deadline_s: float) -> local.Completed | None:
+def qemu_of(image: Image | None) -> str:
+    """The QEMU that runs here: the image's own, or this machine's where there is no image yet."""
+    return str(image.qemu) if image is not None else QEMU
+
+
+def _attempt(qemu: str, argv: list[str], deadline_s: float) -> local.Completed | None:
     """Run QEMU under KVM; None when it hung."""
     try:
         return local.run(
-            [*_UNDER_KVM, *argv],
+            [qemu, *_UNDER_KVM, *argv],
             timeout=deadline_s,
             check=False,
             remedy_missing=QEMU_MISSING,
@@ -83,11 +88,12 @@ def kvm_fault(image: Image | None, device: Path = Path("/dev/kvm")) -> str:
     """Why KVM cannot be used here; an empty string when a probe guest booted under it.
 
     Args:
-        image: Its kernel is booted as the second stage; only the firmware is tried when None.
+        image: Its QEMU is used, and its kernel booted as the second stage; when None, this
+            machine's QEMU, and only the firmware is tried.
         device: The KVM device.
 
     Raises:
-        InfrastructureError: QEMU is not installed.
+        InfrastructureError: there is no QEMU.
     """
     if not device.exists():
         return f"there is no {device}"
@@ -96,12 +102,13 @@ def kvm_fault(image: Image | None, device: Path = Path("/dev/kvm")) -> str:
     with tempfile.TemporaryDirectory() as folder:
         rom = Path(folder) / "probe.rom"
         rom.write_bytes(_ROM)
-        done = _attempt([*_ROM_ARGV, "-bios", str(rom)], _ROM_DEADLINE_S)
+        done = _attempt(qemu_of(image), [*_ROM_ARGV, "-bios", str(rom)], _ROM_DEADLINE_S)
     fault = _rom_fault(done, device)
     if fault or image is None:
         return fault
     boot = ("-kernel", str(image.kernel), "-initrd", str(image.initrd))
-    return _linux_fault(_attempt([*_LINUX_ARGV, *boot], _KERNEL_DEADLINE_S), device)
+    done = _attempt(qemu_of(image), [*_LINUX_ARGV, *boot], _KERNEL_DEADLINE_S)
+    return _linux_fault(done, device)
 
 
 def _rom_fault(done: local.Completed | None, device: Path) -> str:
@@ -138,7 +145,7 @@ def host_kvm_fault(machine: Machine, image: Image | None = None, kernel: str = "
 
     def attempt(argv: list[str], deadline_s: float) -> local.Completed | None:
         try:
-            return machine.run([*_UNDER_KVM, *argv], timeout=deadline_s, check=False)
+            return machine.run([QEMU, *_UNDER_KVM, *argv], timeout=deadline_s, check=False)
         except TransientError:
             if machine.alive:
                 return None

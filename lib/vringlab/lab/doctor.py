@@ -646,7 +646,7 @@ def _embedded(image: Image | None) -> Iterable[Check]:
     except InfrastructureError as error:
         yield Check("QEMU", "missing", "must", error.message, error.remedy)
         return
-    yield Check("QEMU", "ok", "must", accel.QEMU)
+    yield Check("QEMU", "ok", "must", accel.qemu_of(image))
     kvm = chosen.name == "kvm"
     yield Check(
         "embedded host",
