@@ -152,7 +152,7 @@ def test_an_image_is_built_once_and_found_again(workshop: Workshop) -> None:
     kept = {path.name for path in image.folder.iterdir()}
     assert kept == {
         *("id_ed25519", "id_ed25519.pub", "initrd", "manifest.json", "root.squashfs"),
-        *("vmlinux", "vmlinuz"),
+        *("qemu", "vmlinux", "vmlinuz"),
     }
     assert ensure_image(RECIPE, on_step=steps.append) == image
     assert len(steps) == 3
