@@ -250,7 +250,8 @@ def register(app: typer.Typer, choose: Choose, execute: Execute) -> None:
         )
         for path in written:
             print(path)
-        print(f"\nNext: vringlab run {name} --profile smoke")
+        first = "" if patch is not None else "put your diff into patched.patch, then "
+        print(f"\nNext: {first}vringlab run {name} --profile smoke")
 
 
 def _step(text: str) -> None:

@@ -353,8 +353,21 @@ def test_new_writes_an_experiment_that_is_whole(base: Base) -> None:
     assert made.seed.date <= date.today()
     arm = load_arm("toy-triple", "debian:6.12", "patched", data=root / "data")
     assert str(arm.patches[0].serves) == "6.12.118 <= version < 6.13"
-    (claim,) = read_claims(root / "data/claims/toy-triple.yaml")
-    assert claim.status == "withdrawn"
+    claims = root / "data/claims/toy-triple.yaml"
+    assert read_claims(claims) == []
+    # The form in its comments makes a claim once it is in place.
+    text = claims.read_text()
+    form = text[text.index("# publications:") :].replace("# ", "")
+    claims.write_text(text.replace("publications: []\n", "") + form)
+    (claim,) = read_claims(claims)
+    assert (claim.status, claim.arms, claim.stated_change) == (
+        "standing",
+        ("stock", "patched"),
+        0.1,
+    )
+    # What there is to choose is written out.
+    assert made.workloads[0].matrix["direction"] == ["guest-rx"]
+    assert make_plan(made, "quick", 1).cells[0].params["vcpus"] == 2
     notebook = nbformat.read(root / "notebooks/70_toy_triple.ipynb", as_version=4)  # type: ignore[no-untyped-call]
     nbformat.validate(notebook)
     tagged = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
@@ -367,6 +380,9 @@ def test_new_without_a_patch_leaves_a_place_for_it(base: Base) -> None:
     arm = load_arm("vn-idea", "debian:6.12", "patched", data=data)
     assert arm.shipped
     assert yaml.safe_load((data / "experiments/vn-idea.yaml").read_text())["side"] == "guest"
+    # Of a module that is not in the table the base's own Makefiles know.
+    scaffold.write("toy-idea", module="toy-alone", workloads=["netperf"], side="guest")
+    assert experiments.load_file(data / "experiments/toy-idea.yaml").module == "toy_alone"
 
 
 def test_new_never_overwrites(base: Base) -> None:
@@ -385,6 +401,9 @@ def test_new_never_overwrites(base: Base) -> None:
         ("x", {"workloads": ["netperf"]}, "patch, or the module"),
         ("x", {"module": "virtio_net"}, "what shall measure"),
         ("x", {"module": "toy", "workloads": ["netperf"]}, "not known"),
+        ("x", {"module": "toys", "workloads": ["netperf"], "side": "guest"}, "no module 'toys'"),
+        ("x", {"module": "virtio_net", "workloads": ["netper"]}, "unknown workload"),
+        ("x", {"module": "virtio_net", "workloads": ["netperf"], "base": "x"}, "not name a base"),
     ],
 )
 def test_new_refuses_what_is_half_said(

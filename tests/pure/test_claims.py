@@ -310,6 +310,10 @@ def test_the_clean_file_is_read(tmp_path: Path) -> None:
     assert len(read_claims(_write(tmp_path))) == len(read_claims(CLEAN)) == 30
 
 
+def test_a_file_that_is_still_to_be_filled_in_has_no_claims(tmp_path: Path) -> None:
+    assert read_claims(_write(tmp_path, lambda c: c.update(publications=[]))) == []
+
+
 REFUSED: list[tuple[str, Change, str, str]] = [
     ("unknown key", lambda c: _first(c).update(colour=1), "claims[0].colour", "unknown key"),
     ("near key", lambda c: _first(c).update(befor=1), "claims[0].befor", "did you mean before"),
@@ -365,7 +369,7 @@ REFUSED: list[tuple[str, Change, str, str]] = [
     ),
     ("arms", lambda c: c["publications"][0].update(arms=["stock"]), "arms", "required"),
     ("empty", lambda c: c["publications"][1].update(tables=[], claims=[]), "[1]", "says nothing"),
-    ("none", lambda c: c.update(publications=[]), "publications", "at least 1"),
+    ("none", lambda c: c.pop("publications"), "publications", "required"),
     ("newer format", lambda c: c.update(format=2), "format", "1"),
     ("other name", lambda c: c.update(experiment="other"), "experiment", "'other'"),
     ("short row", lambda c: _latency(c)["rows"][1].pop(), "tables[0]", "row 2 has 3 entries"),

@@ -300,12 +300,12 @@ class Publication(_Strict):
 
 
 class ClaimsFile(_Strict):
-    """One file of `data/claims/`."""
+    """One file of `data/claims/`; its publications may still have to be filled in."""
 
     format: Literal[1]
     experiment: Identifier
     title: Text
-    publications: Annotated[list[Publication], Field(min_length=1)]
+    publications: list[Publication]
 
 
 class _Loader(yaml.SafeLoader):

@@ -15,8 +15,12 @@ from vringlab.campaign.files import write_new, writing
 from vringlab.campaign.trial import PROFILES, REFERENCE, check_name, prepare, serves
 from vringlab.errors import UserError
 from vringlab.image.build import ensure_image
+from vringlab.kernels import makefiles
+from vringlab.kernels.base import check_spec
+from vringlab.kernels.buildroot import BuildRoot
 from vringlab.kernels.patches import Side
 from vringlab.kernels.series import Series, read_series
+from vringlab.kernels.source import MODULES
 from vringlab.kernels.stack import choose_side
 from vringlab.kernels.whole import prepare_base
 from vringlab.settings import settings
@@ -24,8 +28,12 @@ from vringlab.workloads import base as workload_base
 
 _CLAIMS_HEAD = """\
 # The figures that were published with the patch; each gets a verdict (`vringlab audit` checks the
-# file). Below is a form to be filled in: as long as its state is `withdrawn`, nothing is held
-# against it. Give `before` and `after`, or `change` in percent, in place of `no_difference`.
+# file). As long as there are none, a run says what it sees without them.
+"""
+_CLAIMS_FORM = """\
+# A form to be filled in, in place of the line above. Of a change give its percentage, or both
+# figures (`before` and `after`); of none, `no_difference: true`. The state is `standing`, or
+# `withdrawn` or `superseded` with what did it in `by`.
 """
 
 
@@ -122,7 +130,20 @@ def _of_patch(
         path: text.replace(f"Serves: {only}\n", f"Serves: {wide}\n", 1)
         for path, text in trial.files.items()
     }
-    return trial.experiment, files
+    # Written out, so that whoever edits the file sees what there is to choose.
+    update = {"summary": f"Taken from {trial.experiment.seed.file}.", "workloads": _uses(workloads)}
+    return trial.experiment.model_copy(update=update), files
+
+
+def _uses(workloads: Sequence[str]) -> tuple[WorkloadUse, ...]:
+    """Workloads with one value for each parameter, the default."""
+    defaults = {
+        name: workload_base.find(name).params().model_dump(mode="json") for name in workloads
+    }
+    return tuple(
+        WorkloadUse(workload=name, matrix={param: [value] for param, value in values.items()})
+        for name, values in defaults.items()
+    )
 
 
 def _of_module(
@@ -133,9 +154,14 @@ def _of_module(
     side: Side | None,
     on_step: OnStep,
 ) -> tuple[Experiment, Mapping[str, str]]:
+    module = module.replace("-", "_")
     chosen = choose_side([module], side)
+    uses = _uses(workloads)
+    check_spec(base)
     image = ensure_image(on_step=on_step)
-    kernel = prepare_base(base, image, on_step=on_step).kernel
+    found = prepare_base(base, image, on_step=on_step)
+    kernel = found.kernel
+    _require_module(module, found.root, on_step)
     experiment = Experiment(
         name=name,
         title=f"{module}: say in one line what the patch does",
@@ -150,7 +176,7 @@ def _of_module(
             Arm(name="patched", summary="With the patch."),
         ),
         claims=f"{name}.yaml",
-        workloads=tuple(WorkloadUse(workload=item, matrix={}) for item in workloads),
+        workloads=uses,
         profiles=dict(PROFILES),
     )
     head = f"Module: {module}\nSide: {chosen}\nServes: {serves(kernel, series=True)}\nDiff: none\n"
@@ -165,24 +191,34 @@ def _of_module(
     }
 
 
+def _require_module(name: str, root: BuildRoot, on_step: OnStep) -> None:
+    if name in MODULES:
+        return
+    version = root.kernel.version
+    index = makefiles.ensure_index(root.archive, version, on_step=on_step)
+    if makefiles.find_place(name, index, makefiles.read_config(root.config)) is None:
+        raise UserError(
+            f"linux {version} builds no module {name!r}",
+            remedy="name it as `lsmod` does; of a patch, --from finds it",
+        )
+
+
 def _claims(experiment: Experiment) -> str:
+    """A claims file without a claim, and a form for the first in its comments."""
     seed = experiment.seed
     workload = experiment.workloads[0].workload
     metric, unit, direction = _METRIC.get(workload, ("throughput", "Gb/s", "higher"))
-    document: dict[str, Any] = {
-        "format": 1,
-        "experiment": experiment.name,
-        "title": experiment.title,
+    form: dict[str, Any] = {
         "publications": [
             {
                 "version": "v1",
                 "message_id": seed.message_id if "@" in seed.message_id else "unverified",
                 "date": None,
                 "source": seed.file,
-                "status": {"state": "withdrawn", "by": "nobody yet: this is a form to fill in"},
+                "status": {"state": "standing"},
                 "arms": [experiment.reference, experiment.arm_names[-1]],
                 "environment": {"kind": "unknown", "kernel": None, "text": ""},
-                "path": "",
+                "path": experiment.module,
                 "tool": workload,
                 "workload": workload,
                 "n": None,
@@ -193,14 +229,19 @@ def _claims(experiment: Experiment) -> str:
                         "metric": metric,
                         "unit": unit,
                         "direction": direction,
-                        "no_difference": True,
+                        "change": 10,
                     }
                 ],
             }
-        ],
+        ]
     }
-    document["publications"][0]["path"] = experiment.module
-    return _CLAIMS_HEAD + yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100)
+    known = {"format": 1, "experiment": experiment.name, "title": experiment.title}
+    comment = "".join(f"# {line}\n" for line in _yaml(form).splitlines())
+    return f"{_CLAIMS_HEAD}{_yaml({**known, 'publications': []})}\n{_CLAIMS_FORM}{comment}"
+
+
+def _yaml(document: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=98)
 
 
 #: What the first claim of a workload is most often about.
@@ -238,7 +279,10 @@ def _notebook(experiment: Experiment) -> str:
         "from vringlab.report.notebook import keep_figures, show_arms, show_figures\n\n"
         "show_arms(run)",
         'show_figures(run, "effects")\nkeep_figures(run, parameters.figures_folder)',
-        "## The verdict",
+        "## What it says of the patch\n\nAn effect is seen where the interval excludes both no change "
+        "and the noise of two equal arms.",
+        "from vringlab.report import trial_view\n\nshown(trial_view.table(run))",
+        "## Verdicts on what was published",
         "from vringlab.analysis.judgement import verdicts_of\n"
         "from vringlab.report.verdict_view import verdict_table\n\n"
         "verdict_table(verdicts_of(run))",
