@@ -279,8 +279,8 @@ def _notebook(experiment: Experiment) -> str:
         "from vringlab.report.notebook import keep_figures, show_arms, show_figures\n\n"
         "show_arms(run)",
         'show_figures(run, "effects")\nkeep_figures(run, parameters.figures_folder)',
-        "## What it says of the patch\n\nAn effect is seen where the interval excludes both no change "
-        "and the noise of two equal arms.",
+        "## What it says of the patch\n\nAn effect is seen where the interval excludes both no "
+        "change and the noise of two equal arms.",
         "from vringlab.report import trial_view\n\nshown(trial_view.table(run))",
         "## Verdicts on what was published",
         "from vringlab.analysis.judgement import verdicts_of\n"
