@@ -77,8 +77,9 @@ _Patches = Annotated[
     list[str],
     typer.Argument(
         metavar="PATCH...",
-        help="An mbox (also .gz), a patch, a folder of a series, a message-id, or with --tree a "
-        "range A..B. Several are compared with each other too, such as two versions of a series.",
+        help="An mbox (also .gz), a patch, a folder of a series (or of its ports, each with a line "
+        "`Serves: 6.12 <= version < 6.13`), a message-id, or with --tree a range A..B. Several are "
+        "compared with each other too, such as two versions of a series.",
     ),
 ]
 _Workloads = Annotated[

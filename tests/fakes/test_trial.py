@@ -211,6 +211,28 @@ def test_a_misfit_names_the_closest_base_that_takes_it(
     assert told[-1] == "asking debian:6.1 whether it takes the patch"
 
 
+def test_the_port_that_serves_the_base_is_tried(
+    base: Base, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = base.series(TRIPLE).patches[0].diff
+    ports = base.folder / "ports"
+    ports.mkdir()
+    for name, serves, diff in (
+        ("a.patch", "6.1 <= version < 6.2", text.replace("value * 2", "value + 2")),
+        ("b.patch", "6.12 <= version < 6.13", text),
+    ):
+        (ports / name).write_text(f"Title: triple\nServes: {serves}\n\n{diff}")
+    found = trial.prepare([read_series(str(ports))], ["netperf"], side="guest")
+    assert "patch 1 of 1" in found.files["patches/try-triple/debian-6.12/patched.patch"]
+    assert any("of 2 ports, that for 6.12 <= version < 6.13" in note for note in found.notes)
+    later = replace(base.root, kernel=replace(KERNEL, spec="debian:7.x", version="7.3.4-1"))
+    monkeypatch.setattr(
+        trial, "prepare_base", lambda *_, **__: whole.Base(later.kernel, later, None)
+    )
+    with pytest.raises(UserError, match=r"no port to linux 7\.3\.4-1"):
+        trial.prepare([read_series(str(ports))], ["netperf"], side="guest")
+
+
 def test_modules_under_a_running_guest_take_a_boot_for_each_arm(
     base: Base, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from vringlab.errors import InfrastructureError, TransientError, UserError
 from vringlab.kernels import diffs
+from vringlab.kernels.base import BaseKernel
 from vringlab.kernels.series import read_series
 
 DIFF = """\
@@ -108,6 +109,47 @@ def test_prefixes_of_any_kind_are_understood(tmp_path: Path, old: str, new: str)
         found.patches[0].diff
         == read_series(write(tmp_path, [mail("[PATCH] x", "x@x")])).patches[0].diff
     )
+
+
+def kernel(version: str) -> BaseKernel:
+    return BaseKernel(f"debian:{version}", version, version, "trixie")
+
+
+def port(folder: Path, name: str, serves: str, line: str) -> None:
+    head = f"Title: port\nServes: {serves}\n\n" if serves else ""
+    (folder / name).write_text(head + DIFF.replace("three", line))
+
+
+def test_of_ports_that_for_the_base_is_taken(tmp_path: Path) -> None:
+    port(tmp_path, "0001-old.patch", "6.1 <= version < 6.2", "old")
+    port(tmp_path, "0002-new.patch", "6.12 <= version < 7", "new_a")
+    port(tmp_path, "0003-new.patch", "6.12 <= version < 7", "new_b")
+    found = read_series(str(tmp_path))
+    old, new = found.port_for(kernel("6.1.192-3")), found.port_for(kernel("6.12.118-1"))
+    assert (old.total, new.total) == (1, 2)
+    assert "old" in old.patches[0].diff
+    assert "new_b" in new.patches[1].diff
+    assert "6.12 <= version < 7" in new.notes[0]
+    assert new.as_record()["serves"] == "6.12 <= version < 7"
+    with pytest.raises(
+        UserError, match=r"no port to linux 7\.3\.4-1; it serves 6\.1 <= "
+    ) as caught:
+        found.port_for(kernel("7.3.4-1"))
+    assert "--base" in caught.value.remedy
+    assert "widen" in caught.value.remedy
+
+
+def test_a_patch_that_says_nothing_of_bases_is_taken_for_any(tmp_path: Path) -> None:
+    found = read_series(write(tmp_path, series(2)))
+    assert found.port_for(kernel("7.3.4-1")) is found
+
+
+def test_ports_that_do_not_say_all_what_they_serve_are_refused(tmp_path: Path) -> None:
+    port(tmp_path, "0001-old.patch", "6.1 <= version < 6.2", "old")
+    port(tmp_path, "0002-new.patch", "", "new")
+    assert "0002-new.patch does not" in refused(str(tmp_path)).message
+    port(tmp_path, "0002-new.patch", "6.12 and later", "new")
+    assert "Serves is '6.12 and later'" in refused(str(tmp_path)).message
 
 
 def test_a_compressed_mbox_is_read(tmp_path: Path) -> None:

@@ -143,9 +143,9 @@ def prepare(
         on_step: Told what takes time.
 
     Raises:
-        UserError: a series does not fit the base (the message names the closest base that takes
-            it), touches nothing that is built or more than modules; a bad name, an unknown base,
-            workload or parameter.
+        UserError: a series has no port to the base, or does not fit it (the message names the
+            closest base that takes it), touches nothing that is built or more than modules; a bad
+            name, an unknown base, workload or parameter.
         InfrastructureError: a tool, the network or the disk failed.
     """
     if not series or not workloads:
@@ -161,6 +161,8 @@ def prepare(
         return _of_kernels(drafted, series, base, image, on_step)
     found = prepare_base(base, image, on_step=on_step)
     kernel, root = found.kernel, found.root
+    series = [item.port_for(kernel) for item in series]
+    drafted = _draft(name, series, workloads, base).override(params or {})
     stacks = dict(
         zip(
             drafted.arm_names[1:],
@@ -192,6 +194,8 @@ def _of_kernels(
 ) -> Trial:
     """Arms that are whole kernels: the base's source as it is, and with each of the series."""
     spec, tree = source_of(base, image, on_step=on_step)
+    kernel = BaseKernel(base, "", source_version(tree), "")
+    series = [item.port_for(kernel) for item in series]
     arms = [drafted.arms[0].model_copy(update={"base_kernel": spec})]
     stacks: dict[str, Stack] = {}
     for arm, item in zip(drafted.arms[1:], series, strict=True):
@@ -203,7 +207,6 @@ def _of_kernels(
     experiment = drafted.model_copy(
         update={"module": "vmlinux", "arms": tuple(arms), "probes": _probes(stacks)}
     )
-    kernel = BaseKernel(base, "", source_version(tree), "")
     files = _files(experiment, kernel, stacks, ("vmlinux",))
     return Trial(experiment, kernel, stacks, files, needs_reboot=True)
 

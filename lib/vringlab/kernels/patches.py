@@ -41,6 +41,25 @@ class VersionRange:
     low: tuple[int, ...]
     high: tuple[int, ...]
 
+    @classmethod
+    def parse(cls, text: str, where: object) -> VersionRange:
+        """Read what a `Serves:` line says.
+
+        Args:
+            text: Its value.
+            where: Where it stands, for messages.
+
+        Raises:
+            UserError: it is no range.
+        """
+        limits = _RANGE.fullmatch(text)
+        if limits is None:
+            raise UserError(
+                f"{where}: Serves is {text!r}",
+                remedy="write the versions as `Serves: 6.12.100 <= version < 6.13`",
+            )
+        return cls(version_number(limits.group(1)), version_number(limits.group(2)))
+
     def __contains__(self, number: tuple[int, ...]) -> bool:
         return self.low <= number < self.high
 
@@ -199,12 +218,6 @@ def parse_patch(text: str, path: Path) -> Patch:
         raise UserError(
             f"{path}: Side is {fields['Side']!r}", remedy="write `Side: guest` or `Side: host`"
         )
-    limits = _RANGE.fullmatch(fields["Serves"])
-    if limits is None:
-        raise UserError(
-            f"{path}: Serves is {fields['Serves']!r}",
-            remedy="write the versions as `Serves: 6.12.100 <= version < 6.13`",
-        )
     start = re.search(r"^(?:diff --git |--- )", rest, re.MULTILINE)
     diff = rest[start.start() :] if start else ""
     declared_none = fields.get("Diff") == "none"
@@ -220,7 +233,7 @@ def parse_patch(text: str, path: Path) -> Patch:
         title=fields["Title"],
         module=fields["Module"],
         side=cast(Side, fields["Side"]),
-        serves=VersionRange(version_number(limits.group(1)), version_number(limits.group(2))),
+        serves=VersionRange.parse(fields["Serves"], path),
         message_id=fields.get("From-Message-Id", "").strip("<>"),
         upstream=fields.get("Upstream", ""),
         note=fields.get("Note", ""),

@@ -19,7 +19,7 @@ import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from email.message import EmailMessage
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -27,7 +27,9 @@ from typing import Any, Literal
 
 from vringlab.errors import TransientError, UserError
 from vringlab.kernels import diffs
+from vringlab.kernels.base import BaseKernel
 from vringlab.kernels.diffs import FileDiff
+from vringlab.kernels.patches import VersionRange
 from vringlab.transport import local
 
 Kind = Literal["mails", "patch", "folder", "git range", "message-id"]
@@ -89,6 +91,8 @@ class Series:
         patches: The patches in order.
         base_commit: Commit that its author made it on; empty when not stated.
         notes: What a reader should know, one sentence each.
+        serves: Base kernels that it says to be written for (a `Serves:` line); any when None.
+        ports: It and its ports to other base kernels, where there are several.
     """
 
     source: str
@@ -100,6 +104,26 @@ class Series:
     patches: tuple[MailPatch, ...]
     base_commit: str = ""
     notes: tuple[str, ...] = ()
+    serves: VersionRange | None = None
+    ports: tuple[Series, ...] = field(default=(), repr=False)
+
+    def port_for(self, kernel: BaseKernel) -> Series:
+        """The port to a base kernel; the series itself where it says nothing of what it serves.
+
+        Raises:
+            UserError: none serves that version.
+        """
+        ports = self.ports or (self,)
+        for port in ports:
+            if port.serves is None or kernel.number in port.serves:
+                note = f"of {len(ports)} ports, that for {port.serves}"
+                return port if len(ports) == 1 else replace(port, notes=(*port.notes, note))
+        served = ", or ".join(str(port.serves) for port in ports)
+        raise UserError(
+            f"{self.source} has no port to linux {kernel.version}; it serves {served}",
+            remedy="name a base that it serves (--base), or see whether it fits this one too and "
+            "widen its `Serves:` line",
+        )
 
     @property
     def date(self) -> str:
@@ -132,6 +156,7 @@ class Series:
             "message_ids": [patch.message_id for patch in self.patches],
             "commits": [patch.commit for patch in self.patches if patch.commit],
             "notes": list(self.notes),
+            "serves": str(self.serves or ""),
         }
 
 
@@ -152,6 +177,7 @@ class _Mail:
     text: str
     diff: str
     where: str
+    serves: VersionRange | None
 
 
 def read_series(source: str, *, tree: Path | None = None) -> Series:
@@ -159,7 +185,8 @@ def read_series(source: str, *, tree: Path | None = None) -> Series:
 
     Args:
         source: A file (mbox, mail, patch; also compressed by gzip), a folder of them, a range
-            `A..B` of `tree`, a message-id, or the address of a mail in a public-inbox archive.
+            `A..B` of `tree`, a message-id, or the address of a mail in a public-inbox archive. In
+            a folder, patches with different `Serves:` lines are ports to different base kernels.
         tree: Git tree of a range.
 
     Raises:
@@ -209,7 +236,22 @@ def _from_folder(folder: Path) -> Series:
             remedy=f"a series is a folder of files that end in {', '.join(_SUFFIXES)}",
         )
     mails = [mail for path in files for mail in _mails(_content(path), path.name)]
-    return assemble(mails, source=str(folder), kind="folder")
+    ranges = tuple(dict.fromkeys(mail.serves for mail in mails if mail.diff)) or (None,)
+    if len(ranges) > 1 and None in ranges:
+        silent = next(mail.where for mail in mails if mail.diff and mail.serves is None)
+        raise UserError(
+            f"patches in {folder} say which base kernels they serve, but {silent} does not",
+            remedy="write a line such as `Serves: 6.12 <= version < 6.13` into its header",
+        )
+    ports = tuple(
+        assemble(
+            [mail for mail in mails if mail.serves == one or not mail.diff],
+            source=str(folder),
+            kind="folder",
+        )
+        for one in ranges
+    )
+    return replace(ports[0], ports=ports) if len(ports) > 1 else ports[0]
 
 
 def _from_range(source: str, tree: Path | None) -> Series:
@@ -311,6 +353,8 @@ def _mail(data: bytes, where: str, envelope: str) -> _Mail:
     message = email.message_from_bytes(data, policy=email.policy.default)
     assert isinstance(message, EmailMessage), "the policy makes them"
     subject = " ".join(str(message.get("Subject", "")).split())
+    stated = " ".join(str(message.get("Serves", "")).split())
+    serves = VersionRange.parse(stated, where) if stated else None
     if not subject and not message.get("From"):
         # No mail: a diff as `git diff` prints it, with or without prose above.
         text = data.decode("utf-8", "replace")
@@ -322,6 +366,7 @@ def _mail(data: bytes, where: str, envelope: str) -> _Mail:
             text=text,
             diff=diffs.body(text.replace("\r\n", "\n")),
             where=where,
+            serves=serves,
         )
     reply = bool(re.match(r"(?:re|aw|sv)\s*:", subject, re.IGNORECASE))
     tags, title = "", subject
@@ -345,6 +390,7 @@ def _mail(data: bytes, where: str, envelope: str) -> _Mail:
         text=text,
         diff="" if reply else diffs.body(text),
         where=where,
+        serves=serves,
     )
 
 
@@ -435,6 +481,7 @@ def assemble(
         patches=built,
         base_commit=base.group(1) if base else "",
         notes=tuple(notes),
+        serves=next((mail.serves for mail in patches if mail.serves), None),
     )
 
 
