@@ -71,6 +71,18 @@ def test_symbols_are_found_with_what_the_compiler_appends_and_in_their_module() 
     assert "put it inside its callers" in missing["gone"]
 
 
+def test_a_function_of_no_named_module_is_the_kernels_or_that_of_the_only_module_with_it() -> None:
+    machine = FakeMachine("guest", [], {"kallsyms": (KALLSYMS, "", 0)})
+    names = ("virtqueue_add_sgs", "virtio_transport_send_pkt_work", "virtio_transport_send_pkt")
+    symbols, missing = probe.resolve(cast(Machine, machine), [Probe(name, name) for name in names])
+    assert symbols == {
+        ("virtqueue_add_sgs", None): "virtqueue_add_sgs",
+        ("virtio_transport_send_pkt_work", None): "virtio_transport_send_pkt_work.isra.0",
+    }
+    # Two modules have it: which one is meant?
+    assert list(missing) == ["virtio_transport_send_pkt"]
+
+
 def event(name: str, at: float, thread: int = 7, cpu: int = 0, tail: str = "") -> str:
     where = "(virtqueue_add_sgs+0x0/0x90)"
     return f"  kworker/0:2-{thread}  [{cpu:03}] d..1.  {at:.6f}: {name}: {where}{tail}\n"

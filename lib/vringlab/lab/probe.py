@@ -50,7 +50,8 @@ class Probe:
     Attributes:
         name: Its name.
         function: Kernel function whose calls are counted.
-        module: Module that holds it; the kernel itself when None.
+        module: Module that holds it; when None, the kernel itself, or else the only module that
+            has such a function.
         within: Only calls made while this function runs in the same thread, as the innermost of
             all `within` functions. Interrupts run in the thread that they interrupt.
         within_module: Module that holds `within`.
@@ -127,13 +128,18 @@ def resolve(
         f"grep -E ' ({words})(\\.|[[:space:]]|$)' /proc/kallsyms || [ $? = 1 ]",
         remedy="/proc/kallsyms is needed to find the functions to count",
     ).stdout
-    symbols: dict[tuple[str, str | None], str] = {}
+    found: dict[tuple[str, str | None], str] = {}
     for symbol, module in _SYMBOL.findall(text):
         name, _, suffix = symbol.partition(".")
         key = (name, module or None)
         # `.cold` is a part of a function that is jumped into, not called.
-        if key in wanted and not suffix.startswith("cold"):
-            symbols[key] = symbol if key not in symbols else min(symbols[key], symbol, key=len)
+        if not suffix.startswith("cold"):
+            found[key] = symbol if key not in found else min(found[key], symbol, key=len)
+    for name, _ in {key for key in wanted if key[1] is None and key not in found}:
+        holders = [symbol for (function, _), symbol in found.items() if function == name]
+        if len(holders) == 1:
+            found[name, None] = holders[0]
+    symbols = {key: symbol for key, symbol in found.items() if key in wanted}
     missing: dict[str, str] = {}
     for probe in probes:
         for name, module in ((probe.function, probe.module), (probe.within, probe.within_module)):
