@@ -383,6 +383,8 @@ class RealServer:
     program: str
     #: Further lines of its configuration.
     more: str = ""
+    #: A folder of 2 MiB for its sessions alone, which can be filled; takes root.
+    small: Path | None = None
 
     def __post_init__(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -409,6 +411,9 @@ class RealServer:
 
     def _argv(self) -> list[str]:
         argv = [self.program, "-D", "-e", "-f", str(self._config)]
+        if self.small is not None:
+            inside = f'mount -t tmpfs -o size=2m none {self.small} && exec "$@"'
+            argv = ["unshare", "-m", "sh", "-c", inside, "sh", *argv]
         if os.geteuid() != 0:
             return argv
         with contextlib.suppress(KeyError):

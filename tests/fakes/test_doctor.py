@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.fakes.processes import script
 from tests.fakes.ssh_server import Keys, RealServer, SshServer, find_sshd
 
 from vringlab import collect
@@ -183,6 +184,8 @@ def test_what_the_rows_come_to(changed: dict[str, str], sentence: str) -> None:
 
 @pytest.fixture
 def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    # What a test puts there goes before the host's own tools.
+    tools = f"SetEnv PATH={tmp_path}/bin:/usr/local/bin:/usr/bin:/bin\n"
     keys = Keys.make(tmp_path)
     ssh = tmp_path / "home" / ".ssh"
     ssh.mkdir(parents=True)
@@ -193,7 +196,9 @@ def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     own = Settings(host_cache=str(tmp_path / "cache"))
     monkeypatch.setattr(doctor, "settings", lambda: own)
     server: RealServer | SshServer = (
-        RealServer(keys, tmp_path, _SSHD, "AllowTcpForwarding no\n") if _SSHD else SshServer(keys)
+        RealServer(keys, tmp_path, _SSHD, f"AllowTcpForwarding no\n{tools}")
+        if _SSHD
+        else SshServer(keys)
     )
     with server:
         (ssh / "known_hosts").write_text(f"[127.0.0.1]:{server.port} {keys.host.public}\n")
@@ -214,6 +219,15 @@ def test_a_real_host_is_read_in_one_session(address: str) -> None:
         assert "AllowTcpForwarding" in named["forwarding"].remedy
         assert not found.usable
     json.dumps(found.as_record())
+
+
+@pytest.mark.skipif(not _SSHD, reason="there is no sshd here")
+@pytest.mark.parametrize("shift", ["90 seconds ago", "2 hours"])
+def test_a_real_host_whose_clock_is_wrong(address: str, tmp_path: Path, shift: str) -> None:
+    script(tmp_path / "bin" / "date", f'exec /bin/date -d "{shift}" "$@"')
+    clock = {row.name: row for row in doctor.examine(address, None).checks}["clock"]
+    assert clock.state == "warn"
+    assert clock.remedy
 
 
 def _processors() -> int:

@@ -11,6 +11,7 @@ import os
 import platform
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -220,6 +221,84 @@ def test_what_cannot_be_undone_is_told(machine: Machine, state: Path) -> None:
         held.record("exit 3")
         raise UserError("mine", remedy="do this")
     assert other.value.remedy.startswith("do this; besides, ")
+
+
+@pytest.fixture
+def cramped(tmp_path: Path) -> Iterator[tuple[Machine, Path]]:
+    """A host with a real sshd and a folder that can be filled."""
+    if not _SSHD or os.geteuid() != 0:
+        pytest.skip("a small file system takes a real sshd and root")
+    small = tmp_path / "small"
+    small.mkdir()
+    server = RealServer(Keys.make(tmp_path), tmp_path, _SSHD, small=small)
+    with server, Machine(server.address, timeout=DEADLINE_S) as connected:
+        yield connected, small
+
+
+def _fill(machine: Machine, folder: Path) -> None:
+    done = machine.run(f"cat /dev/zero > {folder}/filler; df -Pk {folder}", check=False)
+    assert "No space left" in done.stderr
+
+
+def test_a_change_that_cannot_be_noted_is_not_made_and_the_others_are_undone(
+    cramped: tuple[Machine, Path], tmp_path: Path
+) -> None:
+    machine, small = cramped
+    with take(machine, small / "state") as held:
+        held.open()
+        path = _change(held, tmp_path, "one")
+        _fill(machine, small)
+        # The rest of a page that is in use still has room.
+        long = f"touch {tmp_path}/half " + "x" * 5000
+        begin = time.monotonic()
+        with pytest.raises(InfrastructureError, match="cannot note how a change") as caught:
+            held.record(long)
+        assert time.monotonic() - begin < DEADLINE_S
+        assert not isinstance(caught.value, TransientError)
+        assert str(small) in caught.value.remedy
+        machine.run(["rm", f"{small}/filler"])
+        two = _change(held, tmp_path, "two")
+    assert not path.exists()
+    assert not two.exists()
+    assert not (tmp_path / "half").exists()
+
+
+def test_a_host_without_room_for_its_record_is_not_taken(
+    cramped: tuple[Machine, Path],
+) -> None:
+    machine, small = cramped
+    machine.run(["mkdir", f"{small}/state"])
+    _fill(machine, small)
+    with pytest.raises(InfrastructureError, match="ended before it printed") as caught:
+        take(machine, small / "state").__enter__()
+    assert "is it full?" in caught.value.stderr
+    machine.run(["rm", f"{small}/filler"])
+    with take(machine, small / "state") as held:
+        held.open()
+
+
+@pytest.mark.parametrize("year", ["1998", "2061"])
+def test_a_clock_that_is_wrong_changes_only_what_is_told(
+    machine: Machine, server: Server, state: Path, tmp_path: Path, year: str
+) -> None:
+    script(tmp_path / "bin" / "date", f'exec /bin/date -d "{year}-01-01 00:00:00 UTC" "$@"')
+    wrong = machine.inside(f"env PATH={tmp_path}/bin:$PATH sh -c")
+    with take(wrong, state, patience_s=4.0) as held:
+        held.open()
+        path = _change(held, tmp_path, "one")
+        owner = Owner.parse((state / "owner").read_text())
+        assert owner is not None
+        assert owner.since == f"{year}-01-01T00:00:00Z"
+        assert not until(lambda: _free(state), 5.0)
+        with pytest.MonkeyPatch.context() as patch:
+            _stranger(patch)
+            with (
+                Machine(server.address, timeout=DEADLINE_S) as other,
+                pytest.raises(TransientError, match=f"since {year}"),
+            ):
+                take(other, state).__enter__()
+    assert _free(state)
+    assert not path.exists()
 
 
 def test_a_connection_that_is_cut_is_undone_by_the_host_itself(

@@ -254,6 +254,7 @@ class Lease:
             command: One line of shell text; it must do nothing when there is nothing to undo.
 
         Raises:
+            InfrastructureError: there is no room for it; do not make the change.
             TransientError: the connection was lost; do not make the change.
         """
         assert self._process is not None, "recorded after it was taken"
@@ -261,6 +262,13 @@ class Lease:
         self._say(f"undo {command}")
         self._notes += 1
         self._process.wait_for(f"noted {self._notes}\n", _NOTE_S)
+        if f"full {self._notes}\n" in self._process.stdout:
+            raise InfrastructureError(
+                f"{self.machine.name} cannot note how a change of it is undone, so it was not made",
+                remedy=f"free some space in {self._state} there",
+                host=self.machine.name,
+                stderr=self._process.stderr,
+            )
 
     def __exit__(
         self,
