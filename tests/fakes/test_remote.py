@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 from tests.fakes.fake_lab import FakeMachine
 from tests.fakes.processes import DEADLINE_S, script
-from tests.fakes.ssh_server import Keys, SshServer
+from tests.fakes.ssh_server import Keys, RealServer, SshServer, find_sshd
 
 from vringlab.errors import InfrastructureError, TransientError, UserError
 from vringlab.image.build import Image
@@ -186,6 +186,35 @@ def test_a_disk_that_fills_up_meanwhile_is_told_and_cleared(
     with pytest.raises(InfrastructureError, match="is full"):
         remote.stage_image(machine, "", image)
     assert not part.exists()
+
+
+def test_a_disk_that_is_really_full_is_told_and_cleared(
+    image: Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = find_sshd()
+    if program is None or os.geteuid() != 0:
+        pytest.skip("a small file system takes a real sshd and root")
+    small = tmp_path / "small"
+    small.mkdir()
+    (tmp_path / "sshd").mkdir()
+    monkeypatch.setattr(remote, "settings", lambda: Settings(host_cache=str(small)))
+    keys = Keys.make(tmp_path / "sshd")
+    with (
+        RealServer(keys, tmp_path / "sshd", program, small=small) as server,
+        Machine(server.address, timeout=DEADLINE_S) as machine,
+    ):
+        with pytest.raises(InfrastructureError, match="is full: 2 MB free") as caught:
+            remote.stage_image(machine, "", image)
+        assert not isinstance(caught.value, TransientError)
+        # Somebody else fills it while the image is on its way.
+        monkeypatch.setattr(remote, "_SPARE_BYTES", -(2**30))
+        with pytest.raises(InfrastructureError, match="is full"):
+            remote.stage_image(machine, "", image)
+        with pytest.raises(InfrastructureError, match="the command failed") as caught:
+            machine.put(bytes(3 * 2**20), f"{small}/file")
+        assert "No space left" in caught.value.stderr
+        assert "has room" in caught.value.remedy
+        assert machine.run(["find", str(small), "-type", "f"]).stdout == ""
 
 
 # --- settings of the host ------------------------------------------------------------------

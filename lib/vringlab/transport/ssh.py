@@ -663,7 +663,9 @@ class Machine:
         target = shlex.quote(path)
         self.run(
             f"cat > {target}.part && [ $(wc -c < {target}.part) = {len(data)} ] && "
-            f"chmod {mode:o} {target}.part && mv -f {target}.part {target}",
+            f"chmod {mode:o} {target}.part && mv -f {target}.part {target} || "
+            # What fills a disk must not stay there.
+            f"{{ rm -f {target}.part; exit 1; }}",
             input=data,
             timeout=120 + len(data) / 500_000,
             remedy=f"see whether {path} can be written and its file system has room",
