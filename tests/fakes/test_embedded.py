@@ -170,7 +170,7 @@ def test_another_host_key_than_the_images(bench: Bench) -> None:
 def test_what_is_emulated_is_not_asked_of_kvm(bench: Bench) -> None:
     command = {
         name: " ".join(
-            embedded._argv(bench.image, Accelerator(name, ""), 2222, Path("/console"), 9)
+            embedded.qemu_argv(bench.image, Accelerator(name, ""), 2222, Path("/console"), 9)
         )
         for name in ("tcg", "kvm")
     }

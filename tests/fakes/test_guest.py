@@ -18,7 +18,7 @@ from tests.fakes.fake_lab import STILL_RUNNING, Answer, FakeMachine, built_modul
 from vringlab.errors import InfrastructureError, TransientError, VringlabError
 from vringlab.image.build import Image, ensure_image
 from vringlab.kernels.module import BuiltModule
-from vringlab.lab import guest
+from vringlab.lab import guest, testpmd
 from vringlab.lab.embedded import HostMachine
 from vringlab.lab.guest import WORK, Guest, GuestSpec, VhostUserNic
 from vringlab.lab.pinning import Layout
@@ -260,41 +260,34 @@ def test_no_vhost_worker_is_an_error(host: HostMachine) -> None:
 # --- testpmd -------------------------------------------------------------------------------
 
 SPLIT = VhostUserNic(packed=False, ring_size=256)
+BOOT = "0b1c5a3e-9d2f-4c0a-8f00-6a1b2c3d4e5f"
 EAL = "EAL: Cannot allocate memory\n"
 
 
-def with_testpmd(host: HostMachine) -> contextlib.AbstractContextManager[None]:
-    return guest._testpmd(host, GuestSpec(nics=(SPLIT,)), Layout.plan(4, 2))
+def with_testpmd(machine: FakeMachine) -> Any:
+    sockets = [f"{WORK}/vhost0.sock"]
+    return testpmd.start(cast(Machine, machine), WORK, sockets, Layout.plan(4, 2))
 
 
-def test_testpmd_runs_for_the_block(host: HostMachine, machine: FakeMachine) -> None:
+def test_testpmd_runs_until_it_is_ended(machine: FakeMachine) -> None:
     machine.answers["."] = OK
-    with with_testpmd(host):
-        (start,) = machine.asked("dpdk-testpmd")
-        assert machine.asked("kill") == []
-        assert f"{WORK}/vhost0.sock" in start
+    running = with_testpmd(machine)
+    (start,) = machine.asked("dpdk-testpmd")
+    assert f"{WORK}/vhost0.sock" in start
+    assert machine.asked("kill") == []
+    assert not running.closed
+    testpmd.end(cast(Machine, machine), WORK)
     assert machine.asked("kill -KILL")
-    assert machine.processes[0].closed
 
 
 @pytest.mark.parametrize("status", [9, STILL_RUNNING], ids=["ended", "never ready"])
-def test_a_testpmd_that_does_not_come_up(
-    host: HostMachine, machine: FakeMachine, status: int
-) -> None:
+def test_a_testpmd_that_does_not_come_up(machine: FakeMachine, status: int) -> None:
     machine.answers |= {"until": ("", "", status), "tail": (EAL, "", 0), ".": OK}
-    with (
-        pytest.raises(InfrastructureError, match="testpmd did not come up") as caught,
-        with_testpmd(host),
-    ):
-        raise AssertionError("it is not up")
+    with pytest.raises(InfrastructureError, match="testpmd did not come up") as caught:
+        with_testpmd(machine)
     assert "EAL: Cannot allocate" in str(caught.value)
     assert machine.asked("kill -KILL")
-
-
-def test_no_testpmd_without_a_device_for_it(host: HostMachine, machine: FakeMachine) -> None:
-    with guest._testpmd(host, GuestSpec(), Layout.plan(4, 2)):
-        pass
-    assert machine.commands == []
+    assert machine.processes[0].closed
 
 
 # --- all of a boot -------------------------------------------------------------------------
@@ -338,7 +331,7 @@ def booting(
 def test_a_guest_is_booted_pinned_and_ended(
     host: HostMachine, machine: FakeMachine, booting: Callable[[Callable[[], Any]], None]
 ) -> None:
-    inside = FakeMachine("guest", machine.log)
+    inside = FakeMachine("guest", machine.log, {"boot_id": (f"{BOOT}\n", "", 0)})
     booting(lambda: contextlib.nullcontext(inside))
     steps: list[str] = []
     with guest.boot_guest(host, GuestSpec(nics=(SPLIT,)), on_step=steps.append) as running:
@@ -346,6 +339,7 @@ def test_a_guest_is_booted_pinned_and_ended(
         assert running.threads == {501: 2, 502: 3, 510: 1}
         assert running.vhost_threads == (510,)
         assert running.testpmd_ports == {SPLIT: 0}
+        assert running.boot_id == BOOT
         assert cast(object, running.machine) is inside
         (pinned,) = machine.asked("taskset -p")
         assert [f"-c {cpu} {tid}" in pinned for tid, cpu in running.threads.items()] == [True] * 3
@@ -359,7 +353,7 @@ def test_a_guest_is_booted_pinned_and_ended(
 def test_connection_to_a_guest_whose_qemu_ends_is_closed_at_once(
     host: HostMachine, machine: FakeMachine, booting: Callable[[Callable[[], Any]], None]
 ) -> None:
-    inside = FakeMachine("guest", machine.log)
+    inside = FakeMachine("guest", machine.log, {"boot_id": (f"{BOOT}\n", "", 0)})
     booting(lambda: contextlib.nullcontext(inside))
     with guest.boot_guest(host, GuestSpec()):
         (watch,) = [p for p in machine.processes if p.command.startswith("tail")]

@@ -31,6 +31,9 @@ from vringlab.transport.ssh import Address, Machine
 _MAC = "52:54:00:76:6c:00"
 _PORT_TRIES = 5
 _POLL_S = 0.02
+#: Reading or writing a machine's state; less than a tenth of a second here.
+_STATE_S = 60.0
+IGNORE_SHARED = [{"capability": "x-ignore-shared", "state": True}]
 #: A lab's folder names its owner this long after it was made at the latest.
 _HALF_MADE_S = 60.0
 
@@ -54,6 +57,7 @@ class HostMachine:
         console: Its console's log.
         vcpu_threads: Threads of its virtual processors on this machine.
         root_disk: The image as the host sees it: the guest's root disk.
+        monitor: The monitor of the QEMU that runs it; None for a physical host.
         on_change: Told how a change of the host is undone, one line of shell text, before it is
             made. A host of ours ends with the run and need not remember.
         swap_refusal: Why its modules may not be replaced; empty when they may.
@@ -68,9 +72,27 @@ class HostMachine:
     console: Path
     vcpu_threads: tuple[int, ...]
     root_disk: str = "/dev/vda"
+    monitor: Monitor | None = None
     on_change: Callable[[str], None] = lambda _: None
     swap_refusal: str = ""
     lost_is_undone: bool = False
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A file that is the host's memory, so that a snapshot need not copy it.
+
+    Attributes:
+        file: The file; made when it is missing.
+        shared: Whether what the host writes gets into it. Else the host sees its content and keeps
+            its own writes to itself, as any number of other hosts do.
+        state: What is left of a paused host beside its memory; it goes on from there instead of
+            booting.
+    """
+
+    file: Path
+    shared: bool
+    state: Path | None = None
 
 
 def _labs() -> Path:
@@ -124,7 +146,14 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _argv(image: Image, accelerator: Accelerator, port: int, console: Path, qmp: int) -> list[str]:
+def qemu_argv(
+    image: Image,
+    accelerator: Accelerator,
+    port: int,
+    console: Path,
+    qmp: int,
+    memory: Memory | None = None,
+) -> list[str]:
     """QEMU's command line.
 
     Slab caches are not merged on this host, so that those of packets can be told from others
@@ -145,7 +174,7 @@ def _argv(image: Image, accelerator: Accelerator, port: int, console: Path, qmp:
         # la57: five levels of page tables double the cost of every emulated TLB miss. x2apic: with
         # it a guest's round trip took 12 ms instead of 1 (QEMU 10.0): it waits for clock ticks.
         *("-cpu", "max,la57=off,x2apic=off" if tcg else "host"),
-        *("-machine", "q35"),
+        *("-machine", "q35" if memory is None else "q35,memory-backend=memory"),
         *("-smp", str(limits.lab_cpus), "-m", str(limits.lab_memory_mib)),
         *("-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"),
         *(
@@ -163,7 +192,21 @@ def _argv(image: Image, accelerator: Accelerator, port: int, console: Path, qmp:
         *("-device", "virtio-rng-pci"),
         *("-serial", f"file:{console}"),
         *("-chardev", f"socket,id=qmp,fd={qmp}", "-mon", "chardev=qmp,mode=control"),
+        *(_memory_argv(memory, limits.lab_memory_mib) if memory is not None else ()),
     ]
+
+
+def _memory_argv(memory: Memory, mib: int) -> tuple[str, ...]:
+    # A comma in the path would end it.
+    path = str(memory.file).replace(",", ",,")
+    share = "on" if memory.shared else "off"
+    return (
+        "-object",
+        f"memory-backend-file,id=memory,size={mib}M,mem-path={path},share={share}",
+        # Tells the kernel that another one went on from where it is: it draws new random numbers.
+        *("-device", "vmgenid,guid=auto"),
+        *(("-incoming", "defer") if memory.state is not None else ()),
+    )
 
 
 def _read(path: Path) -> str:
@@ -172,23 +215,27 @@ def _read(path: Path) -> str:
     return ""
 
 
+def _ended(process: subprocess.Popen[bytes], log: Path, console: Path) -> InfrastructureError:
+    stderr = _read(log)
+    kind = TransientError if "host forwarding" in stderr else InfrastructureError
+    return kind(
+        "the embedded host's QEMU ended while it booted",
+        remedy="see its last lines; with too little memory set VRINGLAB_LAB_MEMORY_MIB",
+        command=QEMU,
+        host="local",
+        stdout=_read(console),
+        stderr=stderr,
+        returncode=process.returncode,
+    )
+
+
 def _await_console(
     process: subprocess.Popen[bytes], console: Path, log: Path, deadline: float
 ) -> None:
     """Wait for the console's word that the host is set up."""
     while "host is set up" not in _read(console):
         if process.poll() is not None:
-            stderr = _read(log)
-            kind = TransientError if "host forwarding" in stderr else InfrastructureError
-            raise kind(
-                "the embedded host's QEMU ended while it booted",
-                remedy="see its last lines; with too little memory set VRINGLAB_LAB_MEMORY_MIB",
-                command=QEMU,
-                host="local",
-                stdout=_read(console),
-                stderr=stderr,
-                returncode=process.returncode,
-            )
+            raise _ended(process, log, console)
         if time.monotonic() > deadline:
             raise TransientError(
                 f"the embedded host was not up within {settings().boot_timeout:g} s",
@@ -198,6 +245,23 @@ def _await_console(
                 stderr=_read(log),
             )
         time.sleep(_POLL_S)
+
+
+@contextlib.contextmanager
+def _greeted(
+    connection: socket.socket, process: subprocess.Popen[bytes], log: Path
+) -> Iterator[Monitor]:
+    """QEMU's monitor; where QEMU ended instead, its words."""
+    try:
+        monitor = Monitor(connection, name="embedded")
+    except (TransientError, InfrastructureError) as error:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=1)
+        if process.poll() is not None:
+            raise _ended(process, log, Path(os.devnull)) from error
+        raise
+    with monitor:
+        yield monitor
 
 
 @contextlib.contextmanager
@@ -224,13 +288,47 @@ def _record_owner(folder: Path, qemu_pid: int) -> None:
     temporary.rename(folder / "owner.json")
 
 
+def _go_on(monitor: Monitor, state: Path) -> None:
+    """Load what is left of a paused host, and let it go on."""
+    monitor.execute("migrate-set-capabilities", {"capabilities": IGNORE_SHARED})
+    monitor.execute("migrate-incoming", {"uri": f"file:{state}"})
+    migrated(monitor)
+    monitor.execute("cont")
+
+
+def migrated(monitor: Monitor) -> None:
+    """Wait until QEMU has read or written a machine's state.
+
+    Raises:
+        InfrastructureError: it could not.
+        TransientError: it took too long.
+    """
+    deadline = time.monotonic() + _STATE_S
+    while (status := monitor.execute("query-migrate")).get("status") != "completed":
+        if status.get("status") in ("failed", "cancelled"):
+            raise InfrastructureError(
+                f"QEMU cannot keep or restore the host: {status.get('error-desc', 'no reason')}",
+                remedy="free some disk space",
+                host="embedded",
+            )
+        if time.monotonic() > deadline:
+            raise TransientError(
+                f"the host's state was not read or written within {_STATE_S:g} s",
+                remedy="this machine may be overloaded",
+                host="embedded",
+            )
+        time.sleep(_POLL_S)
+
+
 @contextlib.contextmanager
-def _boot(image: Image, accelerator: Accelerator, folder: Path) -> Iterator[HostMachine]:
+def _boot(
+    image: Image, accelerator: Accelerator, folder: Path, memory: Memory | None
+) -> Iterator[HostMachine]:
     deadline = time.monotonic() + settings().boot_timeout
     port = _free_port()
     console, log = folder / "console.log", folder / "qemu.log"
     ours, theirs = socket.socketpair()
-    argv = _argv(image, accelerator, port, console, theirs.fileno())
+    argv = qemu_argv(image, accelerator, port, console, theirs.fileno(), memory)
     with contextlib.ExitStack() as stack:
         stack.callback(ours.close)
         stack.callback(theirs.close)
@@ -239,8 +337,11 @@ def _boot(image: Image, accelerator: Accelerator, folder: Path) -> Iterator[Host
         )
         theirs.close()
         _record_owner(folder, process.pid)
-        _await_console(process, console, log, deadline)
-        monitor = stack.enter_context(Monitor(ours, name="embedded"))
+        if memory is None or memory.state is None:
+            _await_console(process, console, log, deadline)
+        monitor = stack.enter_context(_greeted(ours, process, log))
+        if memory is not None and memory.state is not None:
+            _go_on(monitor, memory.state)
         address = Address("embedded", "127.0.0.1", port, "root", image.client_key, image.host_key)
         machine = stack.enter_context(
             Machine(address, timeout=max(10.0, deadline - time.monotonic()))
@@ -253,6 +354,7 @@ def _boot(image: Image, accelerator: Accelerator, folder: Path) -> Iterator[Host
             qemu_argv=tuple(argv),
             console=console,
             vcpu_threads=tuple(monitor.vcpu_threads()),
+            monitor=monitor,
         )
 
 
@@ -262,8 +364,9 @@ def embedded_host(
     accelerator: Accelerator,
     *,
     on_step: Callable[[str], None] = lambda _: None,
+    memory: Memory | None = None,
 ) -> Iterator[HostMachine]:
-    """Boot the embedded host, and end it with the block.
+    """Boot the embedded host, or let a paused one go on, and end it with the block.
 
     Enter it in a thread that lives as long as the host shall (see `local.companion`).
 
@@ -271,17 +374,19 @@ def embedded_host(
         image: Its kernel and root.
         accelerator: From `accel.choose`.
         on_step: Told what is being done.
+        memory: A file that is its memory, for a snapshot or from one.
 
     Raises:
         InfrastructureError: QEMU is missing or ended; the console's last lines are in it.
         TransientError: not up within the settings' `boot_timeout`.
     """
-    on_step(f"booting the embedded host ({accelerator.name}: {accelerator.reason})")
+    if memory is None or memory.state is None:
+        on_step(f"booting the embedded host ({accelerator.name}: {accelerator.reason})")
     for attempt in range(1, _PORT_TRIES + 1):
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(_lab_folder())
             try:
-                host = stack.enter_context(_boot(image, accelerator, folder))
+                host = stack.enter_context(_boot(image, accelerator, folder, memory))
             except TransientError as error:
                 # Another program took the port between our look and QEMU's bind.
                 if "host forwarding" in error.stderr and attempt < _PORT_TRIES:

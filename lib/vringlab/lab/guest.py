@@ -8,16 +8,16 @@ import re
 import shlex
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from vringlab.errors import InfrastructureError, TransientError, UserError
 from vringlab.kernels.bundle import KernelBundle
-from vringlab.lab import vhost_nic
+from vringlab.lab import testpmd, vhost_nic
 from vringlab.lab.embedded import HostMachine
 from vringlab.lab.pinning import Layout, pin
 from vringlab.lab.qmp import Monitor
-from vringlab.lab.testpmd import TESTPMD_READY_S, testpmd_argv
 from vringlab.settings import settings
 from vringlab.transport.ssh import Address, Machine
 
@@ -32,6 +32,9 @@ _FIRST_QMP_PORT = 4444
 _TRIES = 32
 #: How often it is asked whether the guest still runs, s.
 _WATCH_S = 1.0
+#: A guest that goes on answers within this time, or it is dead.
+_WAKE_S = 30.0
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 #: As for the embedded host, and: security modules and a second processor cost seconds at boot
 #: under nested emulation (the latter joins when the guest is set up), and so do RCU's quiet waits,
@@ -103,6 +106,23 @@ class GuestSpec:
 
 
 @dataclass
+class Processes:
+    """What runs for a guest on its host.
+
+    Attributes:
+        qemu: Process id of QEMU.
+        qmp_port: TCP port of its monitor, on the host's loopback.
+        testpmd: Whether there is a testpmd too.
+        left: Whether they go on when our block ends, for another one to take over.
+    """
+
+    qemu: int
+    qmp_port: int
+    testpmd: bool
+    left: bool = False
+
+
+@dataclass
 class Guest:
     """A running guest.
 
@@ -116,6 +136,9 @@ class Guest:
         threads: Pinned threads of the KVM host: thread id -> processor.
         vhost_threads: Those of them that are vhost workers.
         net_worker: The one of them that serves the benchmark's device; `None` without that.
+        boot_id: What its kernel calls this boot: the same in all guests that were restored from
+            one snapshot, since they are one boot.
+        processes: What runs for it on the host.
         nics: MAC address of each vhost-user device.
         testpmd_ports: testpmd port of each vhost-user device.
         loaded: Build-id of each module swapped in, by module.
@@ -131,6 +154,8 @@ class Guest:
     threads: dict[int, int]
     vhost_threads: tuple[int, ...]
     monitor: Monitor
+    boot_id: str
+    processes: Processes
     nics: dict[VhostUserNic, str] = field(default_factory=dict)
     testpmd_ports: dict[VhostUserNic, int] = field(default_factory=dict)
     loaded: dict[str, str] = field(default_factory=dict)
@@ -376,54 +401,20 @@ def _find_threads(
     return threads, workers
 
 
-@contextlib.contextmanager
-def _testpmd(host: HostMachine, spec: GuestSpec, layout: Layout) -> Iterator[None]:
-    """Run testpmd on the host for the guest's lifetime, when there is a device for it."""
-    if not spec.nics:
-        yield
+def _end(host: HostMachine, processes: Processes) -> None:
+    """End a guest's processes, and wait until QEMU is gone: its CID, TAP and memory come free."""
+    if processes.left:
         return
-    machine = host.machine
-    sockets = [f"{WORK}/vhost{index}.sock" for index in range(len(spec.nics))]
-    argv = testpmd_argv(sockets, main_cpu=layout.tools, polling_cpu=layout.backend)
-    machine.run(["rm", "-f", *sockets, f"{WORK}/testpmd.log"])
-    process = machine.start(
-        f"echo $$ > {WORK}/testpmd.pid; exec {shlex.join(argv)} > {WORK}/testpmd.log 2>&1"
-    )
-    try:
-        ready = " && ".join(f"[ -S {path} ]" for path in sockets)
-        try:
-            done = machine.run(
-                f"until {ready}; do [ -d /proc/$(cat {WORK}/testpmd.pid) ] || exit 9; "
-                "busybox usleep 20000; done",
-                timeout=TESTPMD_READY_S,
+    if processes.qemu:
+        pid = processes.qemu
+        with contextlib.suppress(InfrastructureError):
+            host.machine.run(
+                f"kill -KILL {pid}; while [ -d /proc/{pid} ]; do busybox usleep 10000; done",
+                timeout=60,
                 check=False,
             )
-        except TransientError:
-            done = None
-        if done is None or done.returncode != 0:
-            log = machine.run(["tail", "-n", "20", f"{WORK}/testpmd.log"], check=False)
-            raise InfrastructureError(
-                "testpmd did not come up on the KVM host",
-                remedy="see its last lines; it needs 512 MiB of free memory and SSE4.2",
-                command=argv,
-                host=machine.name,
-                stdout=log.stdout,
-            )
-        yield
-    finally:
-        with contextlib.suppress(InfrastructureError):
-            machine.run(f"kill -KILL $(cat {WORK}/testpmd.pid)", check=False)
-        process.close()
-
-
-def _end_qemu(host: HostMachine, pid: int) -> None:
-    """End the guest's QEMU and wait until it is gone: its CID, TAP and memory come free."""
-    with contextlib.suppress(InfrastructureError):
-        host.machine.run(
-            f"kill -KILL {pid}; while [ -d /proc/{pid} ]; do busybox usleep 10000; done",
-            timeout=60,
-            check=False,
-        )
+    if processes.testpmd:
+        testpmd.end(host.machine, WORK)
 
 
 @contextlib.contextmanager
@@ -476,35 +467,129 @@ def boot_guest(
     cpus = int(machine.run(["nproc", "--all"]).stdout)
     layout = Layout.plan(cpus, spec.vcpus)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_testpmd(host, spec, layout))
+        processes = Processes(0, 0, testpmd=False)
+        stack.callback(_end, host, processes)
+        if spec.nics:
+            processes.testpmd = True
+            sockets = [f"{WORK}/vhost{index}.sock" for index in range(len(spec.nics))]
+            stack.callback(testpmd.start(host.machine, WORK, sockets, layout).close)
         on_step("booting the guest")
-        pid, argv, cid, port = _launch(host, spec, kernel)
-        stack.callback(_end_qemu, host, pid)
+        processes.qemu, argv, cid, processes.qmp_port = _launch(host, spec, kernel)
         deadline = time.monotonic() + settings().boot_timeout
-        tunnel = stack.enter_context(machine.tunnel("127.0.0.1", port, timeout=60))
-        monitor = stack.enter_context(Monitor(tunnel, name="guest"))
-        _await_guest(host, pid, deadline)
-        threads, workers = _find_threads(host, pid, layout, monitor.vcpu_threads())
+        monitor = stack.enter_context(_monitor(host, processes.qmp_port))
+        _await_guest(host, processes.qemu, deadline)
+        threads, workers = _find_threads(host, processes.qemu, layout, monitor.vcpu_threads())
         pin(machine, threads)
-        image = host.image
-        address = Address("guest", _GUEST_ADDRESS, 22, "root", image.client_key, image.host_key)
         guest_machine = stack.enter_context(
-            Machine(address, timeout=max(30.0, deadline - time.monotonic()), via=machine)
+            _connected(host, processes.qemu, max(30.0, deadline - time.monotonic()))
         )
-        stack.enter_context(_hanging_up(host, pid, guest_machine))
         guest = Guest(
             machine=guest_machine,
             spec=spec,
             cid=cid,
             layout=layout,
-            qemu_pid=pid,
+            qemu_pid=processes.qemu,
             qemu_argv=argv,
             threads=threads,
             vhost_threads=workers,
             monitor=monitor,
+            boot_id=guest_machine.run(["cat", _BOOT_ID]).stdout.strip(),
+            processes=processes,
             nics={nic: nic_mac(index) for index, nic in enumerate(spec.nics)},
             testpmd_ports={nic: index for index, nic in enumerate(spec.nics)},
         )
         if spec.vhost_nic:
             vhost_nic.plug(host, guest)
         yield guest
+
+
+@contextlib.contextmanager
+def _monitor(host: HostMachine, port: int) -> Iterator[Monitor]:
+    with (
+        host.machine.tunnel("127.0.0.1", port, timeout=60) as tunnel,
+        Monitor(tunnel, name="guest") as monitor,
+    ):
+        yield monitor
+
+
+@contextlib.contextmanager
+def _connected(host: HostMachine, pid: int, timeout: float) -> Iterator[Machine]:
+    """SSH to the guest, hung up when its QEMU ends."""
+    image = host.image
+    address = Address("guest", _GUEST_ADDRESS, 22, "root", image.client_key, image.host_key)
+    with (
+        Machine(address, timeout=timeout, via=host.machine) as machine,
+        _hanging_up(host, pid, machine),
+    ):
+        yield machine
+
+
+# --- left by one, taken over by another ------------------------------------------------------
+
+
+def leave(guest: Guest) -> dict[str, Any]:
+    """Pause a guest, to be taken over later; it and its processes outlive the block it is in.
+
+    Returns:
+        What `taken_over` needs, for a JSON file.
+
+    Raises:
+        InfrastructureError: its QEMU refused or is gone.
+    """
+    guest.monitor.execute("stop")
+    guest.processes.left = True
+    return {
+        "cid": guest.cid,
+        "qemu_argv": list(guest.qemu_argv),
+        "threads": sorted(guest.threads.items()),
+        "vhost_threads": list(guest.vhost_threads),
+        "net_worker": guest.net_worker,
+        "boot_id": guest.boot_id,
+        "qemu": guest.processes.qemu,
+        "qmp_port": guest.processes.qmp_port,
+        "testpmd": guest.processes.testpmd,
+    }
+
+
+@contextlib.contextmanager
+def taken_over(
+    host: HostMachine,
+    spec: GuestSpec,
+    left: Mapping[str, Any],
+    awake: Callable[[Machine], None] = lambda _: None,
+) -> Iterator[Guest]:
+    """Let a guest go on that was left paused; it ends with the block.
+
+    Args:
+        host: The host, restored with the guest in it.
+        spec: What the guest was made from.
+        left: From `leave`.
+        awake: Called with the connection to it before anything else is done there.
+
+    Raises:
+        TransientError: it does not answer.
+        InfrastructureError: its QEMU is gone.
+    """
+    processes = Processes(left["qemu"], left["qmp_port"], left["testpmd"])
+    with contextlib.ExitStack() as stack:
+        stack.callback(_end, host, processes)
+        monitor = stack.enter_context(_monitor(host, processes.qmp_port))
+        monitor.execute("cont")
+        machine = stack.enter_context(_connected(host, processes.qemu, _WAKE_S))
+        awake(machine)
+        yield Guest(
+            machine=machine,
+            spec=spec,
+            cid=left["cid"],
+            layout=Layout.plan(int(host.machine.run(["nproc", "--all"]).stdout), spec.vcpus),
+            qemu_pid=processes.qemu,
+            qemu_argv=tuple(left["qemu_argv"]),
+            threads=dict(left["threads"]),
+            vhost_threads=tuple(left["vhost_threads"]),
+            monitor=monitor,
+            boot_id=left["boot_id"],
+            processes=processes,
+            nics={nic: nic_mac(index) for index, nic in enumerate(spec.nics)},
+            testpmd_ports={nic: index for index, nic in enumerate(spec.nics)},
+            net_worker=left["net_worker"],
+        )
