@@ -184,8 +184,9 @@ def choose_hosts(
         until_decided: Whether the run is to stop early.
 
     Raises:
-        UserError: an unknown host, none that has what is needed, more than the plan has boots or
-            this machine has memory for, or several for a run that may stop early.
+        UserError: an unknown host, none that has what is needed, one whose modules may not be
+            replaced as the arms need, more than the plan has boots or this machine has memory
+            for, or several for a run that may stop early.
     """
     for host in hosts:
         check_host(host.url)
@@ -194,6 +195,11 @@ def choose_hosts(
 
             kept.get()
     chosen = host_names.choose(hosts, needs)
+    if plan.side == "host":
+        from vringlab.lab import remote
+
+        for host in chosen:
+            remote.require_leave(host.url)
     if len(chosen) > len(plan.boots):
         raise UserError(
             f"{len(chosen)} hosts cannot share {len(plan.boots)} boots: each must run all arms",

@@ -349,6 +349,15 @@ def test_hosts_are_named_as_for_any_run(base: Base, options: list[str], match: s
     assert not (base.folder / "runs").exists()
 
 
+def test_modules_of_a_users_host_need_leave_before_a_run_is_made(base: Base) -> None:
+    base.series(TRIPLE)
+    patch = str(base.folder / "patches" / "1-x.patch")
+    _, _, error = run_cli("try", patch, "-w", "netperf", "--side", "host", "--host", "ssh://kvm1")
+    assert isinstance(error, UserError)
+    assert "--swap-host-module" in error.remedy
+    assert not (base.folder / "runs").exists()
+
+
 def test_help_shows_addresses_whole() -> None:
     # Brackets are markup in help texts, and long words are cut off in narrow columns.
     assert "ssh://[user@]host[:port]" in run_cli("doctor", "--help")[1]

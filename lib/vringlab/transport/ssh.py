@@ -496,7 +496,7 @@ class Machine:
             transport.set_keepalive(15)
             return transport
         raise TransientError(
-            f"{self.name} did not answer on SSH within {timeout:g} s; last: {last}",
+            f"{self.name} did not answer on SSH within {round(timeout, 1):g} s; last: {last}",
             remedy=self.address.unreachable,
             host=self.name,
         )
