@@ -152,9 +152,9 @@ class Slow(FakeSession):
         time.sleep(seconds)
         self._busy += seconds
 
-    def boot(self, boot: str, options: Mapping[str, object]) -> None:
+    def boot(self, boot: str, options: Mapping[str, object], edition: int = 0) -> None:
         """Boot, simulated."""
-        super().boot(boot, options)
+        super().boot(boot, options, edition)
         self._wait(BOOT_S)
 
     def switch(self, arm: str) -> str:

@@ -25,7 +25,7 @@ from vringlab.campaign.blocks import Until
 from vringlab.campaign.catalogue import find_run
 from vringlab.campaign.experiment import Experiment, Value
 from vringlab.campaign.hosts import Host
-from vringlab.campaign.plan import Cell, Plan, make_plan
+from vringlab.campaign.plan import Cell, Plan, guest_options, make_plan
 from vringlab.campaign.runner import RunResult, SessionFactory, execute
 from vringlab.campaign.store import Store
 from vringlab.errors import UserError
@@ -283,6 +283,10 @@ def measure(
     probes = experiment.counted if experiment.profile(opened.plan.profile).paths else None
 
     opened.update_provenance({"run": {"hosts": [host.as_record() for host in hosts]}})
+    options = guest_options(opened.plan)
+    # Boots are dealt to the hosts in turn.
+    left = dict.fromkeys(cell.boot for cell in opened.remaining())
+    editions = [*map(opened.plan.edition, left), *[0] * len(hosts)][: len(hosts)]
     openers: dict[str, Opener] = {
         host.name: functools.partial(kept.session, experiment, needed, switch=switch, probes=probes)
         if host.url == KEPT
@@ -294,8 +298,9 @@ def measure(
             switch=switch,
             probes=probes,
             run=opened.run_id,
+            first=(options, edition),
         )
-        for host in hosts
+        for host, edition in zip(hosts, editions, strict=True)
     }
     if len(hosts) == 1 and scheduler is None:
         (opener,) = openers.values()

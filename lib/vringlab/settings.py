@@ -52,6 +52,10 @@ class Settings(BaseSettings):
         pattern="^/[A-Za-z0-9/._-]+$",
         description="Folder on a host of the user's own that keeps the image.",
     )
+    saved_labs: bool = Field(
+        default=True,
+        description="Whether embedded hosts are restored from a saved lab where a profile says so.",
+    )
     boot_timeout: float = Field(default=240.0, gt=0, description="Seconds to reach SSH.")
 
     @property

@@ -397,7 +397,9 @@ def _live(
 
     with ExitStack() as stack:
         session = stack.enter_context(
-            open_session(experiment, experiment.arm_names, host=host, on_step=on_step)
+            open_session(
+                experiment, experiment.arm_names, host=host, on_step=on_step, first=({}, 1)
+            )
         )
         spent = session.time_budget.spent()
         steps = {
@@ -405,8 +407,7 @@ def _live(
             "KVM host: boot to SSH": round(spent["set-up"], 1),
         }
         begin = time.monotonic()
-        on_step("booting the guest")
-        session.boot("look-around", {})
+        session.boot("look-around", {}, 1)
         steps["guest inside it: boot to SSH"] = round(time.monotonic() - begin, 1)
         kept = stack.pop_all()
 

@@ -106,6 +106,7 @@ def load_run(path: Path | str) -> RunFrames:
     samples, histograms, notes = _read_tables(path, plan, run_id)
     frame = _frame(samples).sort_values(["block", "position"], kind="stable", ignore_index=True)
     _check(path, frame, plan, run_id)
+    frame, merged = _one_boot_each(frame, provenance)
     time_file = path / store.TIME
     return RunFrames(
         path=path,
@@ -117,7 +118,27 @@ def load_run(path: Path | str) -> RunFrames:
         time=read_json(time_file) if time_file.exists() else {},
         superseded=len(tables.superseded_cells(path)),
         paths=store.read_paths(path),
-        notes=notes,
+        notes=(*notes, *merged),
+    )
+
+
+def _one_boot_each(
+    frame: pd.DataFrame, provenance: Mapping[str, Any]
+) -> tuple[pd.DataFrame, tuple[str, ...]]:
+    """Guests restored from one snapshot are one boot, whatever they were called when they ran."""
+    first: dict[str, str] = {}
+    same: dict[str, str] = {}
+    for name, facts in provenance.get("boots", {}).items():
+        boot_id = facts.get("boot_id")
+        if boot_id:
+            known = first.setdefault(boot_id, name)
+            if known != name:
+                same[name] = known
+    if not same:
+        return frame, ()
+    pairs = ", ".join(f"{name} and {known}" for name, known in same.items())
+    return frame.assign(boot=frame["boot"].replace(same)), (
+        f"restored from one saved lab, so one boot to the statistics: {pairs}",
     )
 
 

@@ -340,7 +340,9 @@ class HostRun:
         retried = False
         while waiting:
             try:
-                identity = self._start_guest(planned)
+                # What failed once is booted.
+                edition = 0 if retried else self.campaign.plan.edition(planned)
+                identity = self._start_guest(planned, edition)
                 while waiting:
                     self.campaign.going_on()
                     self._block(identity, waiting[0])
@@ -372,7 +374,7 @@ class HostRun:
     def _tell(self, kind: Kind, message: str, boot: str = "", **more: object) -> None:
         self.campaign.tell(kind, message, self.name, boot, **more)  # type: ignore[arg-type]  # cell and outcome
 
-    def _start_guest(self, planned: str) -> str:
+    def _start_guest(self, planned: str, edition: int) -> str:
         campaign = self.campaign
         self._begun = False
         campaign.going_on()
@@ -381,11 +383,16 @@ class HostRun:
         self._tell("boot", f"booting guest {identity}", identity)
         start = time.monotonic()
         with self.budget.phase("boot"):
-            self.session.boot(identity, campaign.options)
+            self.session.boot(identity, campaign.options, edition)
         with campaign.lock:
             campaign.pace.boots += 1
             campaign.pace.boots_s += time.monotonic() - start
-        campaign.record(self.name, self.session.provenance())
+        known = self.session.provenance()
+        campaign.record(self.name, known)
+        how = known.get("boot")
+        if isinstance(how, Mapping):
+            with campaign.lock:
+                campaign.store.update_provenance({"boots": {identity: dict(how)}})
         return identity
 
     def _block(self, identity: str, cells: Sequence[Cell]) -> None:

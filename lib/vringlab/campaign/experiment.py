@@ -200,6 +200,8 @@ class Profile(_Strict):
             (`point`). The latter switches arms more often and is for matrices of hours, of which
             a kill may cost only one point.
         paths: Whether it is seen, in passes that are not timed, which path the packets take.
+        restores: How many of the boots, the first ones, are restored from saved labs where that
+            is possible: each from another one, so that each is another boot. The rest boots cold.
     """
 
     boots: int = Field(ge=1)
@@ -209,6 +211,7 @@ class Profile(_Strict):
     arms: tuple[Name, ...] = ()
     block: Literal["round", "point"] = "round"
     paths: bool = True
+    restores: int = Field(default=0, ge=0)
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ class FakeSession:
     def __exit__(self, *_: object) -> None:
         self.calls.append(("exit",))
 
-    def boot(self, boot: str, options: Mapping[str, object]) -> None:
+    def boot(self, boot: str, options: Mapping[str, object], edition: int = 0) -> None:  # noqa: ARG002 - protocol
         """Pretend to boot a guest: draws the offset of this lifetime."""
         self.calls.append(("boot", boot, dict(options)))
         self._draw = random.Random(f"{self._seed}/{boot}")

@@ -121,9 +121,9 @@ class KeptLab:
         self._session.take_arms(experiment.side, prepared, switch, probes)
         return Facts(self.host, self.host_kind, self.sees_paths, self.provenance())
 
-    def boot(self, boot: str, options: Mapping[str, object]) -> None:
-        """End the guest and boot a fresh one."""
-        self._session.boot(boot, options)
+    def boot(self, boot: str, options: Mapping[str, object], edition: int = 0) -> None:
+        """End the guest and boot a fresh one, or restore a saved lab."""
+        self._session.boot(boot, options, edition)
         self._moved()
 
     def switch(self, arm: str) -> str:
@@ -241,11 +241,11 @@ def open_lab(
     image = ensure_image(on_step=on_step)
     base = guest_kernel(experiment.base_of(experiment.reference), image, on_step=on_step)
     kernels = {experiment.reference: base} if base is not None else {}
-    with open_bare(host, image, on_step, "a kept lab (vringlab up)") as (lease, session):
+    first = (options, 1) if base is None else None
+    with open_bare(host, image, on_step, "a kept lab (vringlab up)", first) as (lease, session):
         lab = KeptLab(lease, session, image, on_step)
         session.take_arms("guest", Prepared({}, kernels))
-        on_step("booting the guest")
-        lab.boot("kept", options)
+        lab.boot("kept", options, 1)
         yield lab
 
 

@@ -102,6 +102,7 @@ class Plan:
         arms: Names as kept with the samples, the twin last when there is one.
         overrides: Parameters that the user replaced (`-p`), as given.
         cells: The cells, in order.
+        restores: How many boots, the first ones, may be restored from saved labs.
     """
 
     experiment: str
@@ -115,6 +116,7 @@ class Plan:
     arms: tuple[str, ...]
     overrides: Mapping[str, Sequence[Value]]
     cells: tuple[Cell, ...]
+    restores: int = 0
 
     @cached_property
     def block_sizes(self) -> Mapping[int, int]:
@@ -132,10 +134,15 @@ class Plan:
         name = self.reference + TWIN_SUFFIX
         return name if name in self.arms else None
 
-    @property
+    @cached_property
     def boots(self) -> tuple[str, ...]:
         """Planned guest lifetimes in order."""
         return tuple(dict.fromkeys(cell.boot for cell in self.cells))
+
+    def edition(self, boot: str) -> int:
+        """Which saved lab a planned boot is restored from; 0 when it boots cold."""
+        number = self.boots.index(boot) + 1
+        return number if number <= self.restores else 0
 
     @property
     def measuring_s(self) -> float:
@@ -170,6 +177,7 @@ class Plan:
             "reference": self.reference,
             "arms": list(self.arms),
             "overrides": {name: list(values) for name, values in self.overrides.items()},
+            "restores": self.restores,
         }
         # One line per cell keeps a plan readable and its differences small.
         cells = ",\n".join(json.dumps(cell_document(cell)) for cell in self.cells)
@@ -293,6 +301,7 @@ def make_plan(
         arms=tuple(name for _, name in chosen),
         overrides=overrides,
         cells=tuple(cells),
+        restores=measure.restores,
     )
 
 

@@ -62,12 +62,13 @@ class Session(Protocol):
     @property
     def sees_paths(self) -> bool: ...  # noqa: D102
 
-    def boot(self, boot: str, options: Mapping[str, object]) -> None:
+    def boot(self, boot: str, options: Mapping[str, object], edition: int = 0) -> None:
         """End the guest, if there is one, and boot a fresh one.
 
         Args:
             boot: Identity of the new lifetime, for logs.
             options: Keyword arguments of the guest's specification.
+            edition: Which saved lab to restore instead, if that can be; 0 for none.
 
         Raises:
             TransientError: the guest did not come up this time.

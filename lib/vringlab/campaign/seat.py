@@ -90,9 +90,9 @@ class AskedSession:
         self.time_budget.claim(outer, answer.spent)
         return answer.value
 
-    def boot(self, boot: str, options: Mapping[str, object]) -> None:
+    def boot(self, boot: str, options: Mapping[str, object], edition: int = 0) -> None:
         """End the guest and boot a fresh one."""
-        self.ask("boot", "boot", boot, dict(options))
+        self.ask("boot", "boot", boot, dict(options), edition)
 
     def switch(self, arm: str) -> str | None:
         """Load an arm."""

@@ -21,11 +21,12 @@ from vringlab.campaign.paths import PASS_S, PathPass, judge
 from vringlab.campaign.store import merged
 from vringlab.errors import HostLost, InfrastructureError, UserError, VringlabError
 from vringlab.image.build import Image, ensure_image
+from vringlab.kernels.base import is_held
 from vringlab.kernels.bundle import KernelBundle, as_record
 from vringlab.kernels.module import BuiltModule, build_module
 from vringlab.kernels.patches import load_arm
 from vringlab.kernels.whole import guest_kernel, prepare_base
-from vringlab.lab import accel, facts
+from vringlab.lab import accel, facts, snapshot
 from vringlab.lab.embedded import HostMachine, embedded_host
 from vringlab.lab.guest import Guest, GuestSpec, boot_guest, prepare_host
 from vringlab.lab.lab import Lab
@@ -134,20 +135,119 @@ def prepare_arms(
     return Prepared(build_arms(experiment, arms, image, on_step), kernels)
 
 
+@dataclass(frozen=True)
+class SavedLabs:
+    """Labs of this machine that are restored instead of booted.
+
+    Attributes:
+        image: Their image.
+        accelerator: What they run on.
+        on_step: Told what is being done.
+    """
+
+    image: Image
+    accelerator: accel.Accelerator
+    on_step: OnStep
+
+    @contextmanager
+    def __call__(self, spec: GuestSpec, edition: int) -> Iterator[Asleep]:
+        """Restore one, making it where there is none yet; it ends with the block.
+
+        Raises:
+            TransientError, InfrastructureError: it cannot be restored.
+        """
+        found = snapshot.ensure(
+            self.image, self.accelerator, spec, edition=edition, on_step=self.on_step
+        )
+        with snapshot.restored(found, self.image, self.accelerator, spec, on_step=self.on_step) as (
+            host,
+            waking,
+        ):
+            yield Asleep(host, spec, found, waking)
+
+
+@dataclass(frozen=True)
+class Asleep:
+    """A restored host with a guest on it that is still paused.
+
+    Attributes:
+        host: The host.
+        spec: What the guest was made from.
+        snapshot: What both were restored from.
+        waking: Lets the guest go on; it ends with the block.
+    """
+
+    host: HostMachine
+    spec: GuestSpec
+    snapshot: snapshot.Snapshot
+    waking: Callable[[], AbstractContextManager[Guest]]
+
+
 class HostLease:
     """The KVM host of a session, which may be opened again; a context manager.
 
     Args:
         opening: Opens it, prepared for guests.
+        saved: Restores it instead, with a guest; None where that cannot be.
+        first: The guest with which it is wanted first, and which edition of it; None to open it.
+        on_step: Told what is being done.
 
     Attributes:
         host: The host as it is now.
     """
 
-    def __init__(self, opening: Callable[[], AbstractContextManager[HostMachine]]) -> None:
+    def __init__(
+        self,
+        opening: Callable[[], AbstractContextManager[HostMachine]],
+        saved: SavedLabs | None = None,
+        first: tuple[GuestSpec, int] | None = None,
+        on_step: OnStep = lambda _: None,
+    ) -> None:
         self._opening = opening
+        self._saved = saved
+        self._on_step = on_step
+        self._asleep: Asleep | None = None
         self._stack = ExitStack()
-        self.host = self._stack.enter_context(opening())
+        if saved is None or first is None or not self._restore(*first):
+            self.host = self._stack.enter_context(opening())
+
+    def _restore(self, spec: GuestSpec, edition: int) -> bool:
+        """Put a saved lab in the host's place; when that cannot be, say why."""
+        assert self._saved is not None, "asked before"
+        self._stack.close()
+        self._asleep = None
+        try:
+            self._asleep = self._stack.enter_context(self._saved(spec, edition))
+        except InfrastructureError as error:
+            self._stack.close()
+            self._on_step(f"no saved lab is used, one is booted: {error.message}")
+            return False
+        self.host = self._asleep.host
+        return True
+
+    def asleep(self, spec: GuestSpec, edition: int) -> Asleep | None:
+        """The host restored with a guest, which the caller is to wake; None when it is not.
+
+        The host is another one afterwards, unless it was just restored with that very guest.
+
+        Args:
+            spec: The guest.
+            edition: Which of its saved labs.
+        """
+        if self._saved is None:
+            return None
+        kept = self._asleep
+        if kept is None or (kept.spec, kept.snapshot.edition) != (spec, edition):
+            self._restore(spec, edition)
+        found, self._asleep = self._asleep, None
+        return found
+
+    def clear(self) -> None:
+        """End a guest that came with the host and is still asleep, to make room for another."""
+        kept, self._asleep = self._asleep, None
+        if kept is not None:
+            with kept.waking():
+                pass
 
     def __enter__(self) -> Self:
         """Return the lease."""
@@ -162,6 +262,11 @@ class HostLease:
         """End the host, or leave it."""
         self._stack.close()
 
+    def drop(self) -> None:
+        """End the host; `renew` opens it again."""
+        self._asleep = None
+        self._stack.close()
+
     def renew(self) -> bool:
         """Open the host again unless it answers; True when it was opened again.
 
@@ -172,6 +277,7 @@ class HostLease:
             self.host.machine.run("true", timeout=_ANSWER_S)
         except InfrastructureError:
             self._stack.close()
+            self._asleep = None
             self.host = self._stack.enter_context(self._opening())
             return True
         return False
@@ -238,6 +344,7 @@ class MachineSession:
         self._guest: Guest | None = None
         self._spec = GuestSpec()
         self._seen: dict[str, Any] = {}
+        self._how: dict[str, Any] = {}
         #: Build-id of each host module that was replaced, as it was before.
         self._shipped: dict[str, str] = {}
 
@@ -325,26 +432,49 @@ class MachineSession:
         self._built, self._kernels = prepared.modules, dict(prepared.kernels)
         self._probes, self.sees_paths = probes, probes is not None
 
-    def boot(self, boot: str, options: Mapping[str, object]) -> None:  # noqa: ARG002 - protocol
+    def boot(self, boot: str, options: Mapping[str, object], edition: int = 0) -> None:  # noqa: ARG002 - protocol
         """End the guest and boot a fresh one; see `campaign.runner.Session`.
 
         A host that was lost is opened again first.
         """
-        self._spec = GuestSpec(
-            **{key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}  # type: ignore[arg-type]  # names and types are GuestSpec's, by the workload protocol
-        )
+        self._spec = guest_spec(options)
         self._end_guest()
+        # A host whose modules were replaced stays, to be given its own back.
+        if edition and self._switch == "swap" and not self._kernels and not self._shipped:
+            with self.time_budget.phase("boot"):
+                if self._wake(edition):
+                    return
         with self.time_budget.phase("set-up"):
             if self._lease.renew():
                 self._on_step("the KVM host had been lost and was opened again")
+            self._lease.clear()
         # With `reboot`, every arm gets its guest when it is loaded.
         if self._switch == "swap":
             with self._lease.watched():
                 # Arms that are swapped in one guest have one kernel in common.
                 self._boot(next(iter(self._kernels.values()), None))
 
+    def _wake(self, edition: int) -> bool:
+        """Restore a lab and wake its guest; False when one has to be booted."""
+        found = self._lease.asleep(self._spec, edition)
+        if found is None:
+            return False
+        try:
+            self._guest = self._guest_stack.enter_context(found.waking())
+            self._seen = facts.collect(self._host, self._guest)
+        except InfrastructureError as error:
+            self._end_guest()
+            # Who knows what of it still runs.
+            self._lease.drop()
+            snapshot.discard(found.snapshot)
+            self._on_step(f"the saved lab's guest is dead, one is booted: {error.message}")
+            return False
+        self._how = {"how": "restored", "snapshot": found.snapshot.as_record()}
+        return True
+
     def _boot(self, kernel: KernelBundle | None = None) -> None:
         self._end_guest()
+        self._how = {"how": "booted"}
         self._guest = self._guest_stack.enter_context(
             boot_guest(self._host, self._spec, kernel=kernel)
         )
@@ -451,6 +581,7 @@ class MachineSession:
         }
         guest = self._guest
         if guest is not None:
+            known["boot"] = {**self._how, "boot_id": guest.boot_id}
             known["guest"] = {
                 "spec": guest.spec.as_record(),
                 "cid": guest.cid,
@@ -462,6 +593,13 @@ class MachineSession:
                 "vhost_threads": list(guest.vhost_threads),
             }
         return merged(known, self._seen)
+
+
+def guest_spec(options: Mapping[str, object]) -> GuestSpec:
+    """A guest's specification from what workloads ask for."""
+    return GuestSpec(
+        **{key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}  # type: ignore[arg-type]  # names and types are GuestSpec's, by the workload protocol
+    )
 
 
 def as_probes(probes: Probes) -> list[Probe]:
@@ -499,9 +637,31 @@ def _host(name: str, image: Image, on_step: OnStep, run: str) -> Iterator[HostMa
         yield host
 
 
+def _lease(
+    host: str,
+    image: Image,
+    first: tuple[Mapping[str, object], int] | None,
+    on_step: OnStep,
+    run: str,
+) -> HostLease:
+    saved = None
+    if host == "embedded" and settings().saved_labs:
+        saved = SavedLabs(image, accel.choose(image, settings().accel), on_step)
+    return HostLease(
+        lambda: _host(host, image, on_step, run),
+        saved,
+        (guest_spec(first[0]), first[1]) if first is not None and first[1] else None,
+        on_step,
+    )
+
+
 @contextmanager
 def open_bare(
-    host: str, image: Image, on_step: OnStep = lambda _: None, run: str = ""
+    host: str,
+    image: Image,
+    on_step: OnStep = lambda _: None,
+    run: str = "",
+    first: tuple[Mapping[str, object], int] | None = None,
 ) -> Iterator[tuple[HostLease, MachineSession]]:
     """A session on a host that serves no arms yet (`take_arms`), and the host's lease.
 
@@ -510,11 +670,12 @@ def open_bare(
         image: The image, from `ensure_image`.
         on_step: Told what is being done.
         run: What it is for; whoever finds the host busy is told.
+        first: As for `open_session`.
 
     Raises:
         UserError, TransientError, InfrastructureError: as for `open_session`.
     """
-    with HostLease(lambda: _host(host, image, on_step, run)) as lease:
+    with _lease(host, image, first, on_step, run) as lease:
         budget = Budget()
         with MachineSession(lease, "guest", {}, budget, "swap", on_step) as session:
             yield lease, session
@@ -530,6 +691,7 @@ def open_session(
     on_step: OnStep = lambda _: None,
     probes: Probes | None = None,
     run: str = "",
+    first: tuple[Mapping[str, object], int] | None = None,
 ) -> Iterator[MachineSession]:
     """A session on a host with everything built that the arms need.
 
@@ -541,6 +703,8 @@ def open_session(
         on_step: Told what is being done; called from a second thread too.
         probes: What is counted to see which path packets take; nothing when None.
         run: The run that it is for; whoever finds a user's host busy is told.
+        first: Options and edition of the first boot, so that the host is restored with that guest
+            instead of booted, where that can be.
 
     Raises:
         UserError: an unknown host, one whose modules may not be replaced as the arms need, or an
@@ -561,7 +725,12 @@ def open_session(
             stop.around, prepare_arms, experiment, arms, image, on_step
         )
         with budget.phase("set-up"):
-            lease = stack.enter_context(HostLease(lambda: _host(host, image, on_step, run)))
+            restorable = switch == "swap" and all(
+                is_held(experiment.base_of(arm), image.release) for arm in arms
+            )
+            lease = stack.enter_context(
+                _lease(host, image, first if restorable else None, on_step, run)
+            )
             if experiment.side == "host" and lease.host.swap_refusal:
                 raise UserError(
                     f"the arms of {experiment.name} are modules of the KVM host: "

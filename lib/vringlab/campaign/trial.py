@@ -47,8 +47,8 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
 #: How much is measured; as the collection's own experiments, but what a smoke run says of an
 #: unknown patch must have an interval, so it has several blocks.
 PROFILES: Mapping[str, Profile] = {
-    "smoke": Profile(boots=1, blocks_per_boot=3, duration_s=1),
-    "quick": Profile(boots=4, blocks_per_boot=1, duration_s=6),
+    "smoke": Profile(boots=1, blocks_per_boot=3, duration_s=1, restores=1),
+    "quick": Profile(boots=4, blocks_per_boot=1, duration_s=6, restores=2),
     "full": Profile(boots=10, blocks_per_boot=5, duration_s=10),
 }
 

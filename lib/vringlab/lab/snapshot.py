@@ -279,6 +279,11 @@ def _in_use(snapshot: Snapshot) -> Iterator[None]:
         ) from error
 
 
+def discard(snapshot: Snapshot) -> None:
+    """Remove a snapshot, so that the next one who wants it makes it anew."""
+    shutil.rmtree(snapshot.folder, ignore_errors=True)
+
+
 class _Check:
     """Compares a snapshot with its checksums in a thread, while the lab already goes on."""
 
@@ -353,7 +358,7 @@ def restored(
         except InfrastructureError as error:
             wrong = check.result() or error.message
         if wrong:
-            shutil.rmtree(snapshot.folder, ignore_errors=True)
+            discard(snapshot)
             raise Unusable(
                 f"the saved lab cannot be restored: {wrong}",
                 remedy="it was removed; a lab is booted instead",

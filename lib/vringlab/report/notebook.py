@@ -89,6 +89,7 @@ def about(run: RunFrames) -> pd.DataFrame:
         "measured on": str(run.samples["started"].min())[:10],
         "host": f"{_at(known, 'run', 'host')}, {run.host_kind}",
         "its accelerator": _accelerator(known),
+        "boots": boots_in_words(run),
         "base kernel": run.plan.base_kernel,
         "guest's kernel": _at(known, "kernels", "guest", "release"),
         "tools": ", ".join(f"{name} {text}" for name, text in _mapping(known, "tools").items()),
@@ -101,6 +102,16 @@ def about(run: RunFrames) -> pd.DataFrame:
         facts["wall time"] = f"{clock(total)}, {100 * share:.0f} % of it in timed windows"
     shown = {name: text for name, text in facts.items() if str(text) not in ("", "None")}
     return pd.DataFrame({"what": list(shown), "": list(map(str, shown.values()))})
+
+
+def boots_in_words(run: RunFrames) -> str:
+    """Which boots were restored from saved labs, and which were cold; empty where unrecorded."""
+    by_way: dict[str, list[str]] = {}
+    for name, facts in _mapping(run.provenance, "boots").items():
+        if facts.get("how"):
+            by_way.setdefault(facts["how"], []).append(name)
+    named = {"restored": "restored from saved labs", "booted": "booted cold"}
+    return "; ".join(f"{', '.join(names)} {named[way]}" for way, names in by_way.items())
 
 
 def arms_of(run: RunFrames) -> pd.DataFrame:
