@@ -139,7 +139,8 @@ def test_dead_guest_in_a_snapshot_is_told_and_a_lab_is_booted(
     image: Image, saved: Snapshot
 ) -> None:
     kept = json.loads((saved.folder / "lab.json").read_text())
-    kept["left"]["qemu"] = 4_000_000
+    # Where its QEMU would listen if it ran.
+    kept["left"]["qmp_port"] = 4999
     (saved.folder / "lab.json").write_text(json.dumps(kept))
     from vringlab.campaign.session import open_bare
 
