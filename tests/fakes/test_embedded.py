@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from tests.fakes.fake_qemu import THREADS
-from tests.fakes.processes import DEADLINE_S, alive, script, until
+from tests.fakes.processes import alive, script
+from tests.fakes.qemu_bench import Bench
 from tests.fakes.ssh_server import Keys
 
 from vringlab.errors import InfrastructureError, TransientError
@@ -17,47 +17,8 @@ from vringlab.image.build import Image
 from vringlab.lab import embedded
 from vringlab.lab.accel import Accelerator
 from vringlab.lab.embedded import HostMachine, embedded_host
-from vringlab.settings import Settings
 
-ROOT = Path(__file__).resolve().parents[2]
 TCG = Accelerator("tcg", "asked for")
-
-
-class Bench:
-    """A QEMU that behaves as told, an image with its keys, and a cache of our own."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._monkeypatch = monkeypatch
-        self.folder = folder
-        self.labs = folder / "cache" / "labs"
-        keys = Keys.make(folder)
-        image = folder / "image"
-        image.mkdir()
-        (image / "id_ed25519").write_bytes(keys.client.path.read_bytes())
-        self.image = Image(image, "0" * 16, "trixie", "6.12.1", "6.12.1-1", {}, keys.host.public)
-        command = f"PYTHONPATH={ROOT}:{ROOT / 'lib'} exec {sys.executable} -m tests.fakes.fake_qemu"
-        self.qemu = self.image.qemu
-        script(self.qemu, f'{command} "$@"')
-        monkeypatch.setenv("PATH", f"{folder / 'bin'}:/usr/bin:/bin")
-        monkeypatch.setenv("FAKE_QEMU_KEYS", str(folder))
-        self.behaves("works")
-
-    def behaves(self, how: str, boot_timeout: float = DEADLINE_S) -> None:
-        self._monkeypatch.setenv("FAKE_QEMU", how)
-        found = Settings(cache=self.folder / "cache", boot_timeout=boot_timeout)
-        self._monkeypatch.setattr(embedded, "settings", lambda: found)
-
-    @property
-    def calls(self) -> list[tuple[int, int]]:
-        """Process number and forwarded port of each QEMU that was started."""
-        path = self.folder / "calls"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [(int(pid), int(port)) for pid, port in (line.split() for line in lines)]
-
-    def nothing_left(self) -> bool:
-        return until(lambda: not any(alive(pid) for pid, _ in self.calls)) and not list(
-            self.labs.iterdir()
-        )
 
 
 @pytest.fixture

@@ -35,6 +35,20 @@ _WATCH_S = 1.0
 #: A guest that goes on answers within this time, or it is dead.
 _WAKE_S = 30.0
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
+#: What `leave` tells of a guest.
+LEFT = frozenset(
+    {
+        "cid",
+        "qemu_argv",
+        "threads",
+        "vhost_threads",
+        "net_worker",
+        "boot_id",
+        "qemu",
+        "qmp_port",
+        "testpmd",
+    }
+)
 
 #: As for the embedded host, and: security modules and a second processor cost seconds at boot
 #: under nested emulation (the latter joins when the guest is set up), and so do RCU's quiet waits,

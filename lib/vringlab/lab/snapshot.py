@@ -42,7 +42,11 @@ _SPACE_GB = 1.5
 _KEPT = 8
 _QUIET_S = 30.0
 _SEED_BYTES = 64
-_CHUNK = 1 << 20
+#: A lab's memory is compared in parts of this size.
+_PART = 64 << 10
+_ZEROES = bytes(_PART)
+#: With less than this the disk counts as full.
+_FULL_GB = 0.05
 
 #: What decides how a lab comes up, besides what its command lines say.
 _SOURCES = ("embedded", "guest", "pinning", "snapshot", "testpmd", "vhost_nic")
@@ -102,7 +106,9 @@ def digest_of(image: Image, accelerator: Accelerator, spec: GuestSpec) -> str:
     # Under KVM the guest sees this processor; an emulated one is the same everywhere.
     processor = _processor() if accelerator.name == "kvm" else ""
     code = [(Path(__file__).parent / f"{name}.py").read_bytes() for name in _SOURCES]
-    state = (_FORMAT, image.digest, host, inside, asdict(spec), processor, code)
+    # Each build of an image has keys of its own; the digest is that of its recipe alone.
+    made = (image.digest, image.host_key)
+    state = (_FORMAT, made, host, inside, asdict(spec), processor, code)
     return hashlib.sha256(repr(state).encode()).hexdigest()[:16]
 
 
@@ -126,11 +132,12 @@ def find(digest: str, edition: int = 1) -> Snapshot | None:
     folder = _store().entry(_key(digest, edition))
     try:
         kept = json.loads((folder / "lab.json").read_text())
-        return Snapshot(
-            folder, digest, edition, kept["left"]["boot_id"], kept["made"], kept["left"]
-        )
-    except (OSError, ValueError, KeyError, TypeError):
+        left = kept["left"]
+        found = Snapshot(folder, digest, edition, left["boot_id"], kept["made"], left)
+        whole = left.keys() >= guest.LEFT and {"memory", "state"} <= kept.keys()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+    return found if whole and found.memory.is_file() and found.state.is_file() else None
 
 
 def ensure(
@@ -167,7 +174,12 @@ def ensure(
         require_space(store.folder, _SPACE_GB)
         with store.building(key) as folder:
             on_step("saving a lab, to be restored from now on: booting it")
-            _make(image, accelerator, spec, folder, on_step)
+            try:
+                _make(image, accelerator, spec, folder, on_step)
+            except InfrastructureError:
+                # A full disk kills QEMU where it writes to its memory, without a word.
+                require_space(store.folder, _FULL_GB)
+                raise
     found = find(digest, edition)
     if found is None:
         raise InfrastructureError(
@@ -239,44 +251,55 @@ def _checksum(path: Path, stop: threading.Event | None = None) -> str:
                 place = os.lseek(stream.fileno(), place, os.SEEK_DATA)
             except OSError:
                 break
-            end = os.lseek(stream.fileno(), place, os.SEEK_HOLE)
+            if stop is not None and stop.is_set():
+                return ""
+            # Where holes begin and end is the file system's affair: whole parts are compared, and
+            # zeroes are as good as a hole.
+            place -= place % _PART
             os.lseek(stream.fileno(), place, os.SEEK_SET)
-            while place < end:
-                if stop is not None and stop.is_set():
-                    return ""
-                chunk = stream.read(min(_CHUNK, end - place))
-                # Where holes begin and end is the file system's affair; zeroes are as good as one.
-                if chunk.count(0) != len(chunk):
-                    state.update(f"@{place}:".encode())
-                    state.update(chunk)
-                place += len(chunk)
+            part = stream.read(_PART)
+            if not part:
+                break
+            if part != _ZEROES[: len(part)]:
+                state.update(f"@{place}:".encode())
+                state.update(part)
+            place += len(part)
     return state.hexdigest()
 
 
 def _prune(store: Store) -> None:
     """Remove the longest unused snapshots that no lab runs from."""
-    found = sorted(
-        (path for path in store.folder.glob("[!.]*") if (path / "lab.json").is_file()),
-        key=lambda path: (path / "lab.json").stat().st_mtime,
-    )
+    found = sorted((path for path in store.folder.glob("[!.]*") if path.is_dir()), key=_last_used)
     for folder in found[: max(0, len(found) - _KEPT + 1)]:
-        with contextlib.suppress(OSError), (folder / "state").open("rb") as state:
-            fcntl.flock(state, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            # Without it nothing runs from the rest, which somebody was killed while removing.
+            with contextlib.suppress(FileNotFoundError):
+                state = stack.enter_context((folder / "state").open("rb"))
+                fcntl.flock(state, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _last_used(folder: Path) -> float:
+    """When a snapshot was last used; 0 for one that is not whole."""
+    try:
+        return (folder / "lab.json").stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 @contextlib.contextmanager
 def _in_use(snapshot: Snapshot) -> Iterator[None]:
     """Keep others from removing it."""
-    try:
-        with snapshot.state.open("rb") as state:
+    with contextlib.ExitStack() as stack:
+        try:
+            state = stack.enter_context(snapshot.state.open("rb"))
             fcntl.flock(state, fcntl.LOCK_SH)
             os.utime(snapshot.folder / "lab.json")
-            yield
-    except FileNotFoundError as error:
-        raise Unusable(
-            f"the snapshot {snapshot.folder} was removed", remedy="a lab is booted instead"
-        ) from error
+        except FileNotFoundError as error:
+            raise Unusable(
+                f"the snapshot {snapshot.folder} was removed", remedy="a lab is booted instead"
+            ) from error
+        yield
 
 
 def discard(snapshot: Snapshot) -> None:
@@ -337,8 +360,7 @@ def restored(
         The host, and what wakes its guest: a block, to be entered once at most.
 
     Raises:
-        Unusable: the snapshot is damaged, or the lab in it is dead; it is removed.
-        InfrastructureError: QEMU could not be started.
+        Unusable: it cannot be restored: it is damaged, or the lab in it is dead. It is removed.
     """
     on_step("restoring a saved lab")
     with contextlib.ExitStack() as stack:
