@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import socket
 import subprocess
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 from tests.fakes.fake_lab import STILL_RUNNING, Answer, FakeMachine, built_module
@@ -294,9 +295,14 @@ def test_a_testpmd_that_does_not_come_up(machine: FakeMachine, status: int) -> N
 
 
 class FakeMonitor:
+    told: ClassVar[list[str]] = []
+
     def __init__(self, connection: object, *, name: str) -> None:
         assert connection == "127.0.0.1:4444"
         assert name == "guest"
+
+    def execute(self, command: str) -> None:
+        self.told.append(command)
 
     def __enter__(self) -> FakeMonitor:
         return self
@@ -321,6 +327,7 @@ def booting(
         ".": OK,
     }
     monkeypatch.setattr(guest, "Monitor", FakeMonitor)
+    monkeypatch.setattr(FakeMonitor, "told", [])
 
     def connecting(connect: Callable[[], Any]) -> None:
         monkeypatch.setattr(guest, "Machine", lambda *_, **__: connect())
@@ -387,6 +394,75 @@ def test_a_host_that_is_too_small(host: HostMachine, machine: FakeMachine) -> No
     ):
         raise AssertionError("there is no room for it")
     assert machine.asked("qemu") == []
+
+
+# --- left by one, taken over by another ----------------------------------------------------
+
+Booting = Callable[[Callable[[], Any]], None]
+
+
+def left_behind(host: HostMachine, machine: FakeMachine, booting: Booting) -> dict[str, Any]:
+    """What a guest with testpmd left, through a JSON file as ever."""
+    inside = FakeMachine("guest", machine.log, {"boot_id": (f"{BOOT}\n", "", 0)})
+    booting(lambda: contextlib.nullcontext(inside))
+    with guest.boot_guest(host, GuestSpec(nics=(SPLIT,))) as running:
+        known: dict[str, Any] = json.loads(json.dumps(guest.leave(running)))
+    return known
+
+
+def test_a_guest_that_is_left_is_paused_and_outlives_its_block(
+    host: HostMachine, machine: FakeMachine, booting: Booting
+) -> None:
+    known = left_behind(host, machine, booting)
+    assert known.keys() == guest.LEFT
+    assert known["boot_id"] == BOOT
+    assert FakeMonitor.told == ["stop"]
+    assert machine.asked("kill -KILL") == []
+
+
+def test_a_guest_that_was_left_goes_on_and_ends_with_who_took_it_over(
+    host: HostMachine, machine: FakeMachine, booting: Booting
+) -> None:
+    known = left_behind(host, machine, booting)
+    spec = GuestSpec(nics=(SPLIT,))
+    inside = FakeMachine("guest", machine.log)
+    booting(lambda: contextlib.nullcontext(inside))
+    woken: list[object] = []
+    with guest.taken_over(host, spec, known, woken.append) as running:
+        assert FakeMonitor.told == ["stop", "cont"]
+        assert woken == [inside]
+        assert (running.cid, running.qemu_pid, running.boot_id) == (3, QEMU, BOOT)
+        assert running.threads == {501: 2, 502: 3, 510: 1}
+        assert running.vhost_threads == (510,)
+        assert running.qemu_argv == tuple(known["qemu_argv"])
+        assert running.testpmd_ports == {SPLIT: 0}
+        assert running.nics == {SPLIT: guest.nic_mac(0)}
+        assert running.layout == Layout.plan(4, 2)
+        # Nothing was swapped in it yet, as in one that was booted.
+        assert (running.loaded, running.delivered) == ({}, set())
+        assert machine.asked("kill -KILL") == []
+    order = [line for line in machine.log if "kill -KILL" in line]
+    assert [bool(re.search(rf"KILL {QEMU}\b", line)) for line in order] == [True, False]
+
+
+@pytest.mark.parametrize("at", ["connecting", "waking"])
+def test_a_guest_that_does_not_go_on_is_ended(
+    host: HostMachine, machine: FakeMachine, booting: Booting, at: str
+) -> None:
+    known = left_behind(host, machine, booting)
+
+    def fail(*_: object) -> Any:
+        raise TransientError("guest did not answer")
+
+    inside = FakeMachine("guest", machine.log)
+    booting(fail if at == "connecting" else lambda: contextlib.nullcontext(inside))
+    with (
+        pytest.raises(TransientError, match="did not answer"),
+        guest.taken_over(host, GuestSpec(nics=(SPLIT,)), known, fail),
+    ):
+        raise AssertionError("it is dead")
+    assert machine.asked(f"kill -KILL {QEMU}")
+    assert machine.asked("kill -KILL .*testpmd")
 
 
 # --- swapping a module ---------------------------------------------------------------------

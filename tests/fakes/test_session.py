@@ -1,5 +1,5 @@
 """A campaign's session on machines that answer as told: whose module it swaps, what it leaves
-behind, and what it does about a host that is lost."""
+behind, what it does about a host that is lost, and which guests it restores instead of booting."""
 
 from __future__ import annotations
 
@@ -13,17 +13,25 @@ from typing import Any, cast
 import pytest
 from tests.fakes.fake_lab import Answer, FakeMachine, built_module
 
+from vringlab.campaign import experiment as experiments
 from vringlab.campaign import session as sessions
 from vringlab.campaign.budget import Budget
-from vringlab.campaign.session import HostLease, MachineSession, Side, Switch
+from vringlab.campaign.session import HostLease, MachineSession, Prepared, SavedLabs, Side, Switch
 from vringlab.errors import InfrastructureError, TransientError, UserError
+from vringlab.image.build import Image
 from vringlab.kernels.base import BaseKernel
 from vringlab.kernels.bundle import KernelBundle
-from vringlab.lab import facts, vhost_nic
+from vringlab.lab import accel, facts, snapshot, vhost_nic
+from vringlab.lab.accel import Accelerator
 from vringlab.lab.embedded import HostMachine
-from vringlab.lab.guest import GuestSpec
+from vringlab.lab.guest import Guest, GuestSpec
+from vringlab.lab.pinning import Layout
+from vringlab.lab.snapshot import Snapshot
+from vringlab.settings import Settings
 
 OK: Answer = ("", "", 0)
+IMAGE = Image(Path("/image"), "0" * 16, "trixie", "6.12.1", "6.12.1-1", {"fio": "3"}, "key")
+TCG = Accelerator("tcg", "asked for")
 OWN, ARM = "aa" * 20, "bb" * 20
 
 
@@ -54,7 +62,7 @@ class World:
     lost_is_undone: bool = False
 
     @contextlib.contextmanager
-    def open_host(self) -> Iterator[HostMachine]:
+    def open_host(self, how: str = "open host") -> Iterator[HostMachine]:
         host = HostLike("embedded", self.log)
         host.answers |= {
             "build-id": lambda _: (self.loaded, "", 0),
@@ -65,7 +73,7 @@ class World:
             "^true": OK,
         }
         self.hosts.append(host)
-        self.log.append("open host")
+        self.log.append(how)
         yield cast(
             HostMachine,
             SimpleNamespace(
@@ -73,6 +81,10 @@ class World:
                 kind=self.kind,
                 on_change=self.changes.append,
                 lost_is_undone=self.lost_is_undone,
+                swap_refusal="",
+                image=IMAGE,
+                accelerator=TCG,
+                qemu_argv=("qemu",),
             ),
         )
         self.log.append("close host")
@@ -88,8 +100,21 @@ class World:
         self.log.append(f"boot guest {kernel.digest}" if kernel else "boot guest")
         if not cast(HostLike, host.machine).alive:
             raise TransientError("the connection to embedded was lost")
-        yield SimpleNamespace(machine=FakeMachine("guest", self.log), spec=spec)
+        yield self.guest(spec, f"cold {self.log.count('boot guest')}")
         self.log.append("end guest")
+
+    def guest(self, spec: GuestSpec, boot_id: str) -> Guest:
+        found = SimpleNamespace(
+            machine=FakeMachine("guest", self.log),
+            spec=spec,
+            boot_id=boot_id,
+            cid=3,
+            qemu_argv=("qemu",),
+            layout=Layout.plan(4, 2),
+            threads={501: 2},
+            vhost_threads=(510,),
+        )
+        return cast(Guest, found)
 
     def steps(self) -> list[str]:
         """What happened, in a word each."""
@@ -382,3 +407,317 @@ def test_arms_on_another_kernel_share_a_guest_of_it(
         assert session.switch("stock") == ARM
     assert swapped == [ARM]
     assert [entry for entry in world.log if entry.startswith("boot guest")] == ["boot guest 6.1"]
+
+
+# --- saved labs ----------------------------------------------------------------------------
+
+
+@dataclass
+class Saved:
+    """Saved labs of a world: what is wrong with them, and what was removed."""
+
+    world: World
+    fault: InfrastructureError | None = None
+    dead: bool = False
+    asked: list[tuple[GuestSpec, int]] = field(default_factory=list)
+    removed: list[int] = field(default_factory=list)
+
+    def ensure(
+        self, _image: Image, _on: Accelerator, spec: GuestSpec, *, edition: int, on_step: object
+    ) -> Snapshot:
+        assert on_step is not None
+        self.asked.append((spec, edition))
+        if self.fault is not None:
+            raise self.fault
+        return Snapshot(Path("/saved"), "d" * 16, edition, f"saved {edition}", "2026", {})
+
+    @contextlib.contextmanager
+    def restored(
+        self, found: Snapshot, _image: Image, _on: Accelerator, spec: GuestSpec, *, on_step: object
+    ) -> Iterator[object]:
+        assert on_step is not None
+
+        @contextlib.contextmanager
+        def wake() -> Iterator[Guest]:
+            self.world.log.append(f"wake {found.edition}")
+            try:
+                if self.dead:
+                    raise TransientError("guest did not answer")
+                yield self.world.guest(spec, found.boot_id)
+            finally:
+                self.world.log.append("end guest")
+
+        with self.world.open_host(f"restore {found.edition}") as host:
+            yield host, wake
+
+
+@pytest.fixture
+def saved(world: World, monkeypatch: pytest.MonkeyPatch) -> Saved:
+    made = Saved(world)
+    monkeypatch.setattr(snapshot, "ensure", made.ensure)
+    monkeypatch.setattr(snapshot, "restored", made.restored)
+    monkeypatch.setattr(snapshot, "discard", lambda found: made.removed.append(found.edition))
+    monkeypatch.setattr(sessions, "_git_state", dict)
+    return made
+
+
+@contextlib.contextmanager
+def restoring(
+    world: World, first: tuple[GuestSpec, int] | None = (GuestSpec(), 1), **changed: Any
+) -> Iterator[MachineSession]:
+    """A session that may restore labs; `changed` are arguments of its class."""
+    say = world.log.append
+    arguments = {"side": "guest", "built": {}, "switch": "swap", **changed}
+    with (
+        HostLease(world.open_host, SavedLabs(IMAGE, TCG, say), first, say) as lease,
+        MachineSession(lease=lease, budget=Budget(), on_step=say, **arguments) as session,
+    ):
+        yield session
+
+
+def labs(world: World) -> list[str]:
+    """What became of hosts and guests."""
+    words = ("open host", "close host", "boot guest", "end guest", "restore ", "wake ")
+    return [line for line in world.log if line.startswith(words)]
+
+
+def how(session: MachineSession) -> object:
+    return session.provenance()["boot"]
+
+
+def record(edition: int) -> dict[str, object]:
+    return {
+        "how": "restored",
+        "snapshot": {"digest": "d" * 16, "edition": edition, "made": "2026"},
+        "boot_id": f"saved {edition}",
+    }
+
+
+def test_the_host_comes_with_its_first_guest(world: World, saved: Saved) -> None:
+    with restoring(world) as session:
+        assert labs(world) == ["restore 1"]
+        session.boot("b01", {}, 1)
+        assert how(session) == record(1)
+        assert cast(object, session.lab.host.machine) is world.hosts[0]
+    assert labs(world) == ["restore 1", "wake 1", "end guest", "close host"]
+    assert saved.asked == [(GuestSpec(), 1)]
+
+
+def test_another_edition_takes_the_hosts_place_and_a_cold_boot_stays_on_it(
+    world: World, saved: Saved
+) -> None:
+    found = []
+    with restoring(world) as session:
+        for number, edition in enumerate((1, 2, 0, 0), 1):
+            session.boot(f"b{number:02}", {}, edition)
+            found.append(how(session))
+    assert found == [
+        record(1),
+        record(2),
+        {"how": "booted", "boot_id": "cold 1"},
+        {"how": "booted", "boot_id": "cold 2"},
+    ]
+    assert labs(world) == [
+        *("restore 1", "wake 1", "end guest", "close host"),
+        *("restore 2", "wake 2", "end guest"),
+        *("boot guest", "end guest") * 2,
+        "close host",
+    ]
+    assert [edition for _, edition in saved.asked] == [1, 2]
+
+
+def test_the_same_edition_again_is_restored_again(world: World, saved: Saved) -> None:
+    # A guest cannot be woken twice: it is no longer what was saved.
+    with restoring(world) as session:
+        for boot in ("b01", "b01r1"):
+            session.boot(boot, {}, 1)
+            assert how(session) == record(1)
+    assert labs(world) == ["restore 1", "wake 1", "end guest", "close host"] * 2
+    assert len(saved.asked) == 2
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_a_sleeping_guest_that_is_not_wanted_is_ended(
+    world: World, saved: Saved, dead: bool
+) -> None:
+    saved.dead = dead
+    with restoring(world) as session:
+        session.boot("b01", {}, 0)
+        assert how(session) == {"how": "booted", "boot_id": "cold 1"}
+        session.boot("b02", {}, 0)
+    assert labs(world) == [
+        *("restore 1", "wake 1", "end guest"),
+        *("boot guest", "end guest") * 2,
+        "close host",
+    ]
+
+
+@pytest.mark.usefixtures("saved")
+def test_a_sleeping_guest_of_another_kind_goes_with_its_host(world: World) -> None:
+    with restoring(world) as session:
+        session.boot("b01", {"vcpus": 1}, 1)
+        assert session.lab.guest.spec == GuestSpec(vcpus=1)
+    assert labs(world) == [
+        "restore 1",
+        "close host",
+        "restore 1",
+        "wake 1",
+        "end guest",
+        "close host",
+    ]
+
+
+@pytest.mark.usefixtures("saved")
+def test_a_host_that_was_booted_is_replaced_by_a_saved_one(world: World) -> None:
+    with restoring(world, first=None) as session:
+        session.boot("b01", {}, 1)
+        assert how(session) == record(1)
+    assert labs(world) == [
+        *("open host", "close host"),
+        *("restore 1", "wake 1", "end guest", "close host"),
+    ]
+
+
+@pytest.mark.parametrize("error", [InfrastructureError, TransientError, snapshot.Unusable])
+def test_a_lab_is_booted_where_none_can_be_restored_and_why_is_said_once(
+    world: World, saved: Saved, error: type[InfrastructureError]
+) -> None:
+    saved.fault = error("not enough disk space")
+    with restoring(world) as session:
+        for number in (1, 2):
+            session.boot(f"b{number:02}", {}, number)
+            assert how(session) == {"how": "booted", "boot_id": f"cold {number}"}
+    assert labs(world) == ["open host", *("boot guest", "end guest") * 2, "close host"]
+    said = [line for line in world.log if "saved lab" in line]
+    assert said == ["no saved lab is used, one is booted: not enough disk space"]
+    # Each try may take as long as a boot.
+    assert len(saved.asked) == 1
+
+
+def test_a_lab_that_cannot_be_restored_later_is_booted_on_a_fresh_host(
+    world: World, saved: Saved
+) -> None:
+    with restoring(world) as session:
+        session.boot("b01", {}, 1)
+        saved.fault = InfrastructureError("its memory is not what was written")
+        session.boot("b02", {}, 2)
+        assert how(session) == {"how": "booted", "boot_id": "cold 1"}
+        assert cast(object, session.lab.host.machine) is world.hosts[1]
+    assert labs(world) == [
+        *("restore 1", "wake 1", "end guest", "close host"),
+        *("open host", "boot guest", "end guest", "close host"),
+    ]
+    assert "no saved lab is used, one is booted: its memory is not what was written" in world.log
+    # It was ended, not lost.
+    assert not [line for line in world.log if "had been lost" in line]
+
+
+def test_a_dead_guest_is_told_and_its_lab_is_removed_and_booted(world: World, saved: Saved) -> None:
+    saved.dead = True
+    with restoring(world) as session:
+        session.boot("b01", {}, 1)
+        assert how(session) == {"how": "booted", "boot_id": "cold 1"}
+        assert cast(object, session.lab.host.machine) is world.hosts[1]
+    assert labs(world) == [
+        *("restore 1", "wake 1", "end guest", "close host"),
+        *("open host", "boot guest", "end guest", "close host"),
+    ]
+    assert saved.removed == [1]
+    assert "the saved lab's guest is dead, one is booted: guest did not answer" in world.log
+    assert not [line for line in world.log if "had been lost" in line]
+
+
+def test_a_guest_that_says_nothing_of_itself_is_dead_too(
+    world: World, saved: Saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([InfrastructureError("no such command"), None])
+
+    def collect(*_: object) -> dict[str, object]:
+        error = next(answers)
+        if error is not None:
+            raise error
+        return {"tools": {"fio": "4"}}
+
+    monkeypatch.setattr(facts, "collect", collect)
+    with restoring(world) as session:
+        session.boot("b01", {}, 1)
+        assert how(session) == {"how": "booted", "boot_id": "cold 1"}
+        assert session.provenance()["tools"] == {"fio": "4"}
+    assert saved.removed == [1]
+
+
+def test_a_restored_host_that_is_lost_is_opened_again(world: World, saved: Saved) -> None:
+    with restoring(world) as session:
+        session.boot("b01", {}, 1)
+        world.hosts[0].alive = False
+        session.boot("b01r1", {}, 0)
+    assert labs(world)[4:] == ["open host", "boot guest", "end guest", "close host"]
+    assert "the KVM host had been lost and was opened again" in world.log
+    assert len(saved.asked) == 1
+
+
+@pytest.mark.parametrize(
+    "changed", [{"switch": "reboot"}, {"kernels": {"old": "6.1"}}, {"side": "host"}]
+)
+def test_what_no_saved_lab_has_is_booted(
+    world: World, saved: Saved, tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    module = tmp_path / "vhost_net.ko"
+    module.write_bytes(b"module")
+    changed = {**changed, "built": {"arm": built_module("vhost_net", module, ARM)}}
+    if "kernels" in changed:
+        changed["kernels"] = {"old": bundle("6.1")}
+    with restoring(world, first=None, **changed) as session:
+        session.boot("b01", {}, 0)
+        if changed.get("side") == "host":
+            # From here on the host has to get its own module back.
+            session.switch("arm")
+        session.boot("b02", {}, 1)
+        if changed.get("switch") == "reboot":
+            assert "boot" not in session.provenance()
+        else:
+            assert how(session)["how"] == "booted"  # type: ignore[index]  # a mapping
+    assert saved.asked == []
+    assert len(world.hosts) == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "restores"),
+    [
+        ({}, True),
+        ({"switch": "reboot"}, False),
+        ({"edition": 0}, False),
+        ({"first": None}, False),
+        ({"kernel": "another"}, False),
+        ({"saved_labs": False}, False),
+        ({"host": "ssh://kvm1"}, False),
+    ],
+)
+def test_a_session_opens_its_host_with_a_guest_where_that_can_be(
+    world: World,
+    saved: Saved,
+    monkeypatch: pytest.MonkeyPatch,
+    changed: dict[str, Any],
+    restores: bool,
+) -> None:
+    found = Settings(saved_labs=changed.get("saved_labs", True))
+    monkeypatch.setattr(sessions, "settings", lambda: found)
+    monkeypatch.setattr(sessions, "ensure_image", lambda **_: IMAGE)
+    monkeypatch.setattr(sessions, "prepare_arms", lambda *_: Prepared({}, {}))
+    monkeypatch.setattr(sessions, "is_held", lambda *_: changed.get("kernel") is None)
+    monkeypatch.setattr(sessions, "prepare_host", lambda _: None)
+    monkeypatch.setattr(accel, "choose", lambda *_: TCG)
+    for name in ("embedded_host", "user_host"):
+        monkeypatch.setattr(sessions, name, lambda *_, **__: world.open_host())
+    first = changed.get("first", ({"vcpus": 1}, changed.get("edition", 1)))
+    with sessions.open_session(
+        experiments.load("vsock-direct-enqueue"),
+        ("queued", "direct"),
+        host=changed.get("host", "embedded"),
+        switch=changed.get("switch", "swap"),
+        on_step=world.log.append,
+        first=first,
+    ):
+        pass
+    assert labs(world) == ["restore 1" if restores else "open host", "close host"]
+    assert saved.asked == ([(GuestSpec(vcpus=1), 1)] if restores else [])

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -208,21 +208,24 @@ class HostLease:
         self._on_step = on_step
         self._asleep: Asleep | None = None
         self._stack = ExitStack()
+        self._open = True
         if saved is None or first is None or not self._restore(*first):
             self.host = self._stack.enter_context(opening())
+            self._open = True
 
     def _restore(self, spec: GuestSpec, edition: int) -> bool:
         """Put a saved lab in the host's place; when that cannot be, say why."""
         assert self._saved is not None, "asked before"
-        self._stack.close()
-        self._asleep = None
+        self.drop()
         try:
             self._asleep = self._stack.enter_context(self._saved(spec, edition))
         except InfrastructureError as error:
-            self._stack.close()
             self._on_step(f"no saved lab is used, one is booted: {error.message}")
+            # Another try would end the host that is booted now, most likely for nothing again.
+            self._saved = None
             return False
         self.host = self._asleep.host
+        self._open = True
         return True
 
     def asleep(self, spec: GuestSpec, edition: int) -> Asleep | None:
@@ -245,9 +248,11 @@ class HostLease:
     def clear(self) -> None:
         """End a guest that came with the host and is still asleep, to make room for another."""
         kept, self._asleep = self._asleep, None
-        if kept is not None:
-            with kept.waking():
-                pass
+        # One that is dead is ended all the same.
+        with suppress(InfrastructureError):
+            if kept is not None:
+                with kept.waking():
+                    pass
 
     def __enter__(self) -> Self:
         """Return the lease."""
@@ -264,22 +269,26 @@ class HostLease:
 
     def drop(self) -> None:
         """End the host; `renew` opens it again."""
+        self._open = False
         self._asleep = None
         self._stack.close()
 
     def renew(self) -> bool:
-        """Open the host again unless it answers; True when it was opened again.
+        """Open the host again unless it answers; True when it had been lost.
 
         Raises:
             TransientError, InfrastructureError: it cannot be opened.
         """
-        try:
-            self.host.machine.run("true", timeout=_ANSWER_S)
-        except InfrastructureError:
-            self._stack.close()
-            self._asleep = None
+        lost = self._open
+        if self._open:
+            try:
+                self.host.machine.run("true", timeout=_ANSWER_S)
+            except InfrastructureError:
+                self.drop()
+        if not self._open:
             self.host = self._stack.enter_context(self._opening())
-            return True
+            self._open = True
+            return lost
         return False
 
     @contextmanager
