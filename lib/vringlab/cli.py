@@ -62,6 +62,12 @@ def _version(shown: bool) -> None:
         raise typer.Exit
 
 
+ExplainTime = Annotated[
+    bool,
+    typer.Option("--explain-time", help="Say at the end what was done in each phase of the time."),
+]
+
+
 @app.callback()
 def _main(
     version: Annotated[
@@ -157,6 +163,7 @@ def run(
     dry_run: Annotated[bool, typer.Option(help="Show the plan; measure nothing.")] = False,
     tune: cli_patches.Tune = False,
     swap_host_module: cli_patches.SwapHostModule = False,
+    explain_time: ExplainTime = False,
 ) -> None:
     """Measure an experiment: stock against patched, with an A/A pair for the noise floor.
 
@@ -192,7 +199,7 @@ def run(
 
         judgement.asked(plan)
     with Store.create(plan) as store:
-        _execute(chosen, store, named, scheduler, switch, until_decided)
+        _execute(chosen, store, named, scheduler, switch, until_decided, explain_time)
 
 
 def _hosts(urls: list[str] | None, file: Path | None) -> list[Host]:
@@ -256,6 +263,7 @@ def resume(
     scheduler: Annotated[
         str | None, typer.Option(help="A dask scheduler whose workers drive the hosts.")
     ] = None,
+    explain_time: ExplainTime = False,
 ) -> None:
     """Continue a run that was interrupted, with the hosts and switch it was begun with."""
     from vringlab.analysis.judgement import SEQUENTIAL
@@ -271,7 +279,7 @@ def resume(
         before = [Host.model_validate(entry) for entry in known["run"].get("hosts", [])]
         asked = _hosts(host, hosts) if host or hosts or not before else before
         named = choose_hosts(asked, store.plan, until_decided=SEQUENTIAL in known)
-        _execute(chosen, store, named, scheduler, switch, SEQUENTIAL in known)
+        _execute(chosen, store, named, scheduler, switch, SEQUENTIAL in known, explain_time)
 
 
 def _execute(
@@ -281,6 +289,7 @@ def _execute(
     scheduler: str | None,
     switch: SwitchName,
     until_decided: bool,
+    explain_time: bool = False,
 ) -> None:
     from vringlab.analysis import judgement
     from vringlab.campaign.budget import table
@@ -299,7 +308,7 @@ def _execute(
     _show(store.path)
     of = f", {len(hosts)} hosts together" if len(hosts) > 1 else ""
     print(f"\nWhere the time went (vringlab run, {result.measured} cells measured{of})")
-    print(table(dict(result.spent)))
+    print(table(result.spent, explain_time))
     _point_on(result)
 
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -20,7 +21,7 @@ from tests.fakes.fake_campaign import plan
 
 from vringlab.analysis.frames import load_run
 from vringlab.campaign import catalogue, progress
-from vringlab.campaign.budget import PHASES, Budget, table
+from vringlab.campaign.budget import MEANINGS, PHASES, Budget, table
 from vringlab.campaign.experiment import Value, WorkloadUse
 from vringlab.campaign.fake import FakeParams, FakeSession, FakeWorkload, find
 from vringlab.campaign.plan import Plan, guest_options, make_plan
@@ -169,6 +170,83 @@ def test_each_boot_of_the_plan_may_be_repeated_once(tmp_path: Path) -> None:
     session = FakeSession(faults=faults)
     assert begin(tmp_path, session).status == "complete"
     assert boots(session) == ["b01", "b01r1", "b02", "b02r1", "b03"]
+
+
+class Restoring(FakeSession):
+    """Restores what it is asked to restore, and says so; the boots in `dead` do not come up."""
+
+    def __init__(self, *dead: str, faults: Mapping[int, BaseException] | None = None) -> None:
+        super().__init__(faults=faults)
+        self.asked: list[tuple[str, int]] = []
+        self._dead = dead
+        self._how: dict[str, object] = {}
+
+    def boot(self, boot: str, options: Mapping[str, object], edition: int = 0) -> None:
+        super().boot(boot, options, edition)
+        self.asked.append((boot, edition))
+        if boot in self._dead:
+            raise TransientError("guest did not answer")
+        saved = {"how": "restored", "snapshot": {"edition": edition}, "boot_id": f"id-{edition}"}
+        self._how = saved if edition else {"how": "booted", "boot_id": f"id-{boot}"}
+
+    def provenance(self) -> dict[str, object]:
+        return {**super().provenance(), "boot": self._how} if self._how else super().provenance()
+
+
+def saved(edition: int) -> dict[str, object]:
+    return {"how": "restored", "snapshot": {"edition": edition}, "boot_id": f"id-{edition}"}
+
+
+def test_the_first_boots_are_asked_for_as_saved_labs_and_each_says_how_it_came_up(
+    tmp_path: Path,
+) -> None:
+    session = Restoring()
+    result = begin(tmp_path, session, replace(plan(), restores=2))
+    assert session.asked == [("b01", 1), ("b02", 2), ("b03", 0)]
+    frames = load_run(result.path)
+    assert frames.provenance["boots"] == {
+        "b01": saved(1),
+        "b02": saved(2),
+        "b03": {"how": "booted", "boot_id": "id-b03"},
+    }
+    # Of one boot alone it would say how the last came up, with the snapshot of another.
+    assert "boot" not in frames.provenance
+    assert set(frames.samples["boot"]) == {"b01", "b02", "b03"}
+    assert not frames.notes
+
+
+def test_a_boot_that_failed_once_is_booted_cold(tmp_path: Path) -> None:
+    # The second boot comes up, and its guest dies in the 14th measurement.
+    session = Restoring("b01", faults={14: TransientError("the guest died")})
+    result = begin(tmp_path, session, replace(plan(), restores=3))
+    assert session.asked == [("b01", 1), ("b01r1", 0), ("b02", 2), ("b02r1", 0), ("b03", 3)]
+    boots = load_run(result.path).provenance["boots"]
+    assert {name: facts["how"] for name, facts in boots.items()} == {
+        "b01r1": "booted",
+        "b02": "restored",
+        "b02r1": "booted",
+        "b03": "restored",
+    }
+
+
+def test_a_run_resumed_from_the_same_saved_lab_goes_on_in_the_same_boot(tmp_path: Path) -> None:
+    # In the second block of three.
+    stopped = Restoring(faults={6: InfrastructureError("broken")})
+    with pytest.raises(InfrastructureError):
+        begin(tmp_path, stopped, replace(plan(), restores=1))
+    again = Restoring()
+    result = resume(tmp_path, again)
+    assert again.asked == [("b01r1", 1), ("b02", 0), ("b03", 0)]
+    frames = load_run(result.path)
+    assert frames.provenance["boots"]["b01r1"] == saved(1)
+    assert frames.samples.groupby("boot")["block"].unique().map(list).to_dict() == {
+        "b01": [1, 2, 3],
+        "b02": [4, 5, 6],
+        "b03": [7, 8, 9],
+    }
+    assert frames.notes == (
+        "restored from one saved lab, so one boot to the statistics: b01r1 and b01",
+    )
 
 
 @pytest.mark.parametrize("kind", [InfrastructureError, UserError])
@@ -488,7 +566,9 @@ def test_nested_phases_count_once() -> None:
     budget.stop()
     clock.now += 1000
     assert budget.total == 63
-    assert "measure       18.0 s   28.6%" in table(budget.spent())
+    assert "measure       18.0 s   28.6%\n" in table(budget.spent())
+    assert "measure       18.0 s   28.6%  the timed windows" in table(budget.spent(), explain=True)
+    assert set(MEANINGS) == set(PHASES)
     with pytest.raises(ValueError, match="unknown phase"), budget.phase("lunch"):  # type: ignore[arg-type]
         pass
 

@@ -31,6 +31,21 @@ PHASES: tuple[str, ...] = (
 )
 
 
+#: What is done in each phase, for a reader.
+MEANINGS: Mapping[str, str] = {
+    "set-up": "the KVM host is booted, or restored from a saved lab, and prepared",
+    "build": "image, kernels and modules, as far as this was not done while the host came up",
+    "boot": "guests are booted, or restored, until they answer",
+    "switch": "arms are loaded and their build-ids checked",
+    "prepare": "before and after each timed window: devices set, tools started, counters read",
+    "measure": "the timed windows themselves",
+    "path": "untimed passes that see which path the packets take",
+    "collect": "samples are checked and written",
+    "analyse": "tables are brought up to date",
+    "idle": "none of these",
+}
+
+
 class Budget:
     """A stopwatch with phases; it starts when it is made.
 
@@ -108,11 +123,17 @@ class Budget:
         return spent[name] / total if total > 0 else 0.0
 
 
-def table(spent: dict[str, float]) -> str:
-    """Seconds and share by phase, one phase a line, those without time left out."""
+def table(spent: Mapping[str, float], explain: bool = False) -> str:
+    """Seconds and share by phase, one phase a line, those without time left out.
+
+    Args:
+        spent: Seconds by phase.
+        explain: Say beside each what is done in it.
+    """
     total = sum(spent.values())
     lines = [
         f"{name:<8} {seconds:9.1f} s  {seconds / total:6.1%}"
+        + (f"  {MEANINGS.get(name, '')}" if explain else "")
         for name, seconds in spent.items()
         if seconds > 0
     ]
