@@ -102,6 +102,46 @@ def test_histograms_count_every_message(run: Path) -> None:
     assert set(counts.index) <= set(frames.samples["cell_id"])
 
 
+def restored(boot_id: str) -> dict[str, str]:
+    return {"how": "restored", "boot_id": boot_id}
+
+
+def test_boots_restored_from_one_saved_lab_are_one_cluster(run: Path, tmp_path: Path) -> None:
+    edit(run / "provenance.json", boots={"b01": restored("same"), "b02": restored("same")})
+    frames = load_run(run)
+    assert set(frames.samples["boot"]) == {"b01"}
+    assert frames.samples["block"].nunique() == 2
+    note = "restored from one saved lab, so one boot to the statistics: b02 and b01"
+    assert frames.notes == (note,)
+    # Its files say what ran under which name, and so does a bundle's.
+    kept = bundle(run, tmp_path / "bundle")
+    assert set(pd.read_parquet(kept / "samples.parquet")["boot"]) == {"b01", "b02"}
+    assert load_run(kept).notes == (note,)
+    same(frames, load_run(kept))
+
+
+@pytest.mark.parametrize(
+    "boots",
+    [
+        {"b01": restored("one"), "b02": restored("other")},
+        {"b01": restored("same"), "b02": {"how": "booted"}},
+        # Of the one that was begun again after its guest had died, nothing is left.
+        {"b01": restored("same"), "b02": restored("other"), "b01r1": restored("same")},
+        {"b01": restored(""), "b02": restored("")},
+        {"b01": 1, "b02": [], "b03": None},
+        [],
+        "b01",
+        None,
+    ],
+    ids=str,
+)
+def test_all_other_boots_are_clusters_of_their_own(run: Path, boots: object) -> None:
+    edit(run / "provenance.json", boots=boots)
+    frames = load_run(run)
+    assert set(frames.samples["boot"]) == {"b01", "b02"}
+    assert frames.notes == ()
+
+
 @pytest.mark.parametrize("name", ["samples.parquet", "histograms.parquet"])
 @pytest.mark.parametrize("damage", ["missing", "truncated"])
 def test_tables_are_made_from_the_cells_where_they_are_damaged(

@@ -254,6 +254,27 @@ def test_where_a_run_comes_from_is_said_without_gaps(quick: RunFrames) -> None:
     assert set(arms["module"]) == {"virtio_net"}
 
 
+@pytest.mark.parametrize(
+    ("boots", "words"),
+    [
+        ({}, ""),
+        ({"b01": {}}, ""),
+        ({"b01": {"how": "booted"}}, "b01 booted cold"),
+        (
+            {"b01": {"how": "restored"}, "b02": {"how": "booted"}, "b03": {"how": "restored"}},
+            "b01, b03 restored from saved labs; b02 booted cold",
+        ),
+        ({"b01": {"how": "moved"}}, "b01 moved"),
+        (3, ""),
+    ],
+)
+def test_how_boots_came_up_is_said(quick: RunFrames, boots: object, words: str) -> None:
+    told = replace(quick, provenance={**quick.provenance, "boots": boots})
+    assert notebook.boots_in_words(told) == words
+    about = dict(notebook.about(told).itertuples(index=False, name=None))
+    assert about.get("boots", "") == words
+
+
 def test_figures_are_kept_by_experiment_below_the_folder(
     quick: RunFrames, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

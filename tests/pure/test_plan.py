@@ -189,6 +189,48 @@ def test_a_plan_survives_its_file() -> None:
     assert again.arms == ("arm0", "arm2", "arm0.aa")
 
 
+def restoring(boots: int, restores: int) -> Plan:
+    base = experiment(boots=boots)
+    profile = base.profiles["quick"].model_copy(update={"restores": restores})
+    wanted = base.model_copy(update={"profiles": {**base.profiles, "quick": profile}})
+    return make_plan(wanted, "quick", 1, find=find)
+
+
+@pytest.mark.parametrize(
+    ("restores", "editions"), [(0, [0, 0, 0]), (2, [1, 2, 0]), (3, [1, 2, 3]), (9, [1, 2, 3])]
+)
+def test_the_first_boots_are_restored_each_from_a_lab_of_its_own(
+    restores: int, editions: list[int]
+) -> None:
+    made = restoring(3, restores)
+    assert [made.edition(boot) for boot in made.boots] == editions
+    again = Plan.from_json(made.to_json())
+    assert again == made
+    assert [again.edition(boot) for boot in again.boots] == editions
+
+
+def test_how_boots_come_up_is_not_part_of_the_order() -> None:
+    assert restoring(3, 2).cells == restoring(3, 0).cells
+
+
+def test_a_plan_of_before_there_were_saved_labs_boots_cold() -> None:
+    document = json.loads(restoring(3, 2).to_json())
+    del document["restores"]
+    old = Plan.from_json(json.dumps(document))
+    assert old == restoring(3, 0)
+    assert [old.edition(boot) for boot in old.boots] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("name", experiments.names())
+def test_a_quick_run_mixes_restored_and_cold_boots_and_a_full_one_boots_cold(name: str) -> None:
+    shipped = experiments.load(name)
+    quick, full = (make_plan(shipped, profile, 1) for profile in ("quick", "full"))
+    # A saved lab's guest has the image's kernel.
+    kernels = any(map(shipped.is_kernel_arm, shipped.arm_names))
+    assert quick.restores == 0 if kernels else 0 < quick.restores < len(quick.boots)
+    assert full.restores == 0
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

@@ -128,9 +128,11 @@ def _one_boot_each(
     """Guests restored from one snapshot are one boot, whatever they were called when they ran."""
     first: dict[str, str] = {}
     same: dict[str, str] = {}
-    for name, facts in provenance.get("boots", {}).items():
-        boot_id = facts.get("boot_id")
-        if boot_id:
+    measured = set(frame["boot"])
+    boots = provenance.get("boots")
+    for name, facts in (boots if isinstance(boots, Mapping) else {}).items():
+        boot_id = facts.get("boot_id") if isinstance(facts, Mapping) else None
+        if boot_id and name in measured:
             known = first.setdefault(boot_id, name)
             if known != name:
                 same[name] = known

@@ -209,8 +209,10 @@ class Campaign:
     def record(self, name: str, facts: Mapping[str, object]) -> None:
         """Keep what a session knows; of several hosts each has its own place.
 
-        What is said of `host`, `guest` and `pinning` without a name is then the first host's.
+        What is said of `host`, `guest` and `pinning` without a name is then the first host's. How
+        a guest came up is kept by its name alone, see `HostRun.boot`.
         """
+        facts = {key: value for key, value in facts.items() if key != "boot"}
         with self.lock:
             if not self.several:
                 self.store.update_provenance(facts)

@@ -111,7 +111,7 @@ def boots_in_words(run: RunFrames) -> str:
         if facts.get("how"):
             by_way.setdefault(facts["how"], []).append(name)
     named = {"restored": "restored from saved labs", "booted": "booted cold"}
-    return "; ".join(f"{', '.join(names)} {named[way]}" for way, names in by_way.items())
+    return "; ".join(f"{', '.join(names)} {named.get(way, way)}" for way, names in by_way.items())
 
 
 def arms_of(run: RunFrames) -> pd.DataFrame:
