@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -14,6 +15,8 @@ from vringlab import collect as collecting
 from vringlab.analysis.frames import bundle
 from vringlab.campaign import session
 from vringlab.campaign.fake import FakeSession
+from vringlab.campaign.hosts import Host
+from vringlab.campaign.plan import guest_options
 from vringlab.campaign.runner import Interrupted, execute
 from vringlab.campaign.store import Store
 from vringlab.collect import collect, open_lab, plan_run
@@ -89,6 +92,55 @@ def test_with_reboot_each_block_is_a_boot(machines: list[FakeSession]) -> None:
     assert len(machines) == 1
     assert run.samples.groupby("boot")["block"].nunique().eq(1).all()
     assert set(run.samples["param_payload"]) == {64}
+
+
+@pytest.mark.parametrize(
+    ("done", "hosts", "editions"),
+    [
+        (0, 1, [1]),
+        (1, 1, [2]),
+        (2, 1, [0]),
+        # Boots are dealt to the hosts in turn, and a host without one restores nothing.
+        (0, 3, [1, 2, 0]),
+        (3, 2, [0, 0]),
+    ],
+)
+def test_a_host_is_opened_with_the_guest_of_the_boot_that_it_measures_first(
+    monkeypatch: pytest.MonkeyPatch,
+    own_settings: Settings,
+    done: int,
+    hosts: int,
+    editions: list[int],
+) -> None:
+    asked: list[object] = []
+
+    @contextmanager
+    def open_fake(*_: object, **options: object) -> Iterator[FakeSession]:
+        asked.append(options["first"])
+        with FakeSession() as fake:
+            yield fake
+
+    def measure_on(openers: Mapping[str, Callable[[], object]], *_: object) -> None:
+        for opener in openers.values():
+            with cast(AbstractContextManager[object], opener()):
+                pass
+
+    monkeypatch.setattr(session, "open_session", open_fake)
+    monkeypatch.setattr(collecting, "_measure_on", measure_on)
+    experiment, plan = plan_run(PKTGEN, "quick", params={"irq": ["same"], "ring": ["split"]})
+    assert (len(plan.boots), plan.restores) == (4, 2)
+    first = [cell for cell in plan.cells if plan.boots.index(cell.boot) < done]
+    stopped = FakeSession(faults={len(first) + 1: InfrastructureError("broken")})
+    with Store.create(plan, own_settings.runs_dir) as store:
+        with pytest.raises(InfrastructureError, match="broken"):
+            execute(store, lambda: stopped)
+        names = ["embedded", "embedded-2", "embedded-3"][:hosts]
+        collecting.measure(
+            experiment, store, hosts=[Host(url="embedded", name=name) for name in names]
+        )
+    options = guest_options(plan)
+    assert options
+    assert asked == [(options, edition) for edition in editions]
 
 
 def test_a_recording_is_read_without_any_machine(
