@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 import threading
 import time
 import uuid
@@ -21,6 +22,7 @@ from typing import Any
 
 import pytest
 from tests.fakes.fake_qemu import STATE
+from tests.fakes.processes import alive, until
 from tests.fakes.qemu_bench import Bench
 
 from vringlab.errors import InfrastructureError, TransientError
@@ -36,6 +38,8 @@ SPEC = GuestSpec()
 DIGEST = "d" * 16
 #: What must not happen to a block that is not entered.
 NEVER = AssertionError("it must not be used")
+#: Later versions of Python warn where other tests left a thread.
+FORKS = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 
 @pytest.fixture
@@ -180,6 +184,57 @@ def test_what_one_left_that_was_killed_while_saving_is_removed(bench: Bench) -> 
     saved = ensure(bench)
     assert entries(bench) == [saved.folder.name]
     assert b"memory of" in saved.memory.read_bytes()
+
+
+def killed(bench: Bench, monkeypatch: pytest.MonkeyPatch, saved: Snapshot | None) -> None:
+    """Have a process killed that saves a lab, or that has restored one."""
+
+    @contextlib.contextmanager
+    def boot_and_die(*_: Any, **__: Any) -> Iterator[object]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        yield None
+
+    pid = os.fork()
+    if pid == 0:
+        try:
+            monkeypatch.setattr(guest, "boot_guest", boot_and_die)
+            with restored(bench, saved) if saved is not None else contextlib.nullcontext():
+                if saved is None:
+                    ensure(bench)
+                os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+@FORKS
+def test_killed_while_a_lab_is_saved_leaves_nothing_in_the_way(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed(bench, monkeypatch, None)
+    digest = snapshot.digest_of(bench.image, TCG, SPEC)
+    assert snapshot.find(digest) is None
+    assert entries(bench) == [f".building-{digest}-1"]
+    assert until(lambda: not alive(bench.calls[0][0]))
+    saved = ensure(bench)
+    assert entries(bench) == [saved.folder.name]
+    assert bench.nothing_left()
+
+
+@FORKS
+def test_killed_while_a_lab_is_restored_harms_no_snapshot(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = put(bench)
+    killed(bench, monkeypatch, saved)
+    assert until(lambda: not alive(bench.calls[0][0]))
+    with restored(bench, saved) as (host, _):
+        assert host.machine.run("echo up").stdout == "up\n"
+    assert bench.nothing_left()
+    # It is in nobody's use.
+    monkeypatch.setattr(snapshot, "_KEPT", 1)
+    snapshot._prune(snapshot._store())
+    assert entries(bench) == []
 
 
 # --- faults while saving -------------------------------------------------------------------
