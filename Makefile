@@ -3,7 +3,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-test run test test-long test-fast check lab notebooks lock clean
+.PHONY: help setup setup-test run test test-long test-fast check bench lab notebooks lock clean
 
 # A path relative to the Makefile: an absolute one would break on blanks.
 BIN := .venv/bin
@@ -43,6 +43,9 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
+
+bench: setup ## Measure beside virtme-ng, whole builds, bare fio, scipy: a table; rows by ROWS="up fio"
+	$(BIN)/python scripts/bench.py $(ROWS)
 
 lab: setup ## Open JupyterLab in notebooks/
 	$(BIN)/jupyter-lab --notebook-dir=notebooks

@@ -67,43 +67,55 @@ def whole(bench: Bench) -> Iterator[Line]:
 def _build(bench: Bench, *, whole: bool) -> Iterator[Line]:
     out = bench.scratch / "kernel"
     root, sample = bench_peers.kernel_sample(bench.image, _FOLDERS, out, bench.say)
+    files_of_whole = sample.files_of_whole()
     # Sources are unpacked once, by the first build.
     for experiment, arm in _ARMS:
         _fresh_build(root, experiment, arm, bench.scratch)
+    found: dict[str, list[Pair]] = {arm: [] for _, arm in _ARMS}
+    estimated: dict[str, list[Pair]] = {arm: [] for _, arm in _ARMS}
     counted: list[int] = []
+    for number in range(bench.pairs):
 
-    def theirs() -> float:
-        seconds, files = sample.whole() if whole else sample.build()
-        counted.append(files)
-        return seconds
+        def ours() -> list[float]:
+            return [_fresh_build(root, *arm, bench.scratch) for arm in _ARMS]
 
-    pairs = [
-        in_turn(
-            bench.pairs, lambda: _fresh_build(root, *_ARMS[0], bench.scratch), theirs, bench.say
-        )
-    ]
-    # The other side's figures serve every arm: they are the same build.
-    for experiment, arm in _ARMS[1:]:
-        times = [_fresh_build(root, experiment, arm, bench.scratch) for _ in pairs[0]]
-        pairs.append(
-            tuple(Pair(ours, pair.theirs) for ours, pair in zip(times, pairs[0], strict=True))
-        )
-    release = f"linux {root.kernel.version}"
-    what = "the whole kernel and its modules" if whole else f"`make {' '.join(_FOLDERS)}`"
+        first = ours() if number % 2 == 0 else []
+        theirs = sample.whole() if whole else sample.build()
+        counted.append(theirs.files)
+        times = first or ours()
+        for (_, arm), seconds in zip(_ARMS, times, strict=True):
+            found[arm].append(Pair(seconds, theirs.seconds))
+            estimated[arm].append(Pair(seconds, theirs.of(files_of_whole)))
+        shown = ", ".join(f"{seconds:.2f} s" for seconds in times)
+        bench.say(f"pair {number + 1} of {bench.pairs}: {shown} against {theirs.seconds:.1f} s")
+    files = round(statistics.median(counted))
+    part = f"`make {' '.join(_FOLDERS)}`"
+    what = f"{'the whole kernel and its modules' if whole else part}: {files:,} files"
     note = (
-        f"{release}, its source and {sample.root.compiler.split()[0]} on both sides, in the same "
-        f"sandbox; the kernel is configured as `vringlab try --build full` does (defconfig, "
-        f"kvm_guest.config and what a lab needs), `make prepare` is done before. {what} compiles "
-        f"{statistics.median(counted):.0f} files."
+        f"linux {root.kernel.version}, the same source and {sample.root.compiler.split()[0]} on "
+        "both sides, in the same sandbox. An arm's sources are unpacked; it is patched, compiled, "
+        "linked and examined. The kernel is configured as `vringlab try --build full` does "
+        "(defconfig, kvm_guest.config, what a lab needs), and `make prepare` is done before."
     )
-    for (experiment, arm), found in zip(_ARMS, pairs, strict=True):
-        module = load_arm(experiment, BASE, arm).module
+    if not whole:
+        note += (
+            f" `make -n` counts {files_of_whole:,} files for the whole kernel; its estimated time "
+            "is that of the folders in proportion (what make takes when there is nothing to do is "
+            "counted once), without linking. The row `whole` builds it."
+        )
+    for experiment, arm in _ARMS:
+        name = f"`{load_arm(experiment, BASE, arm).module}`, arm {arm}: warm build"
+        pairs = tuple(found[arm])
+        if whole:
+            yield Line("whole", name, what, pairs, at_most=1 / 150, note=note)
+            continue
+        yield Line("build", name, what, pairs, note=note)
         yield Line(
-            "whole" if whole else "build",
-            f"`{module}`, arm {arm}: warm build",
-            what,
-            found,
-            at_most=1 / 150 if whole else None,
+            "build",
+            name,
+            f"(estimated) a whole kernel: {files_of_whole:,} files at that rate",
+            tuple(estimated[arm]),
+            at_most=1 / 150,
             note=note,
         )
 

@@ -10,7 +10,10 @@ import hashlib
 import os
 import re
 import shutil
+import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -51,6 +54,8 @@ _BOOT_S = 600.0
 _MAKE_S = 3600.0
 _SPACE_GB = 1.5
 _SOURCE = "/run/source"
+#: What make would print, and what it prints.
+_WOULD_COMPILE = re.compile(r"echo '  (?:CC|AS)(?: \[M\])? +[^']*'")
 _COMPILED = re.compile(r"^\s+(?:CC|AS)(?: \[M\])?\s", re.M)
 
 
@@ -106,22 +111,49 @@ class Virtme:
         ]
 
     def boot(self) -> float:
-        """Boot a guest to `uname -r`, and end it; wall seconds.
+        """Boot a guest, and let it end; wall seconds until the answer of `uname -r`.
 
         Raises:
             InfrastructureError: it did not boot, or another kernel than asked for.
         """
-        done = local.run(self.argv(), timeout=_BOOT_S, remedy="see virtme-ng's words above")
-        if self.image.release not in done.stdout.split():
+        answered = None
+        said: list[str] = []
+        with tempfile.TemporaryFile("w+") as errors:
+            begin = time.monotonic()
+            process = subprocess.Popen(
+                self.argv(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+            deadline = threading.Timer(_BOOT_S, local.kill_group, [process])
+            deadline.start()
+            try:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    said.append(line)
+                    if line.strip() == self.image.release and answered is None:
+                        answered = time.monotonic() - begin
+                process.wait()
+            finally:
+                deadline.cancel()
+                local.kill_group(process)
+            errors.seek(0)
+            told = errors.read()
+        if answered is None or process.returncode != 0:
             raise InfrastructureError(
                 f"virtme-ng's guest did not say that it runs {self.image.release}",
                 remedy="see its words; run the command by hand with -v",
                 command=self.argv(),
                 host="local",
-                stdout=done.stdout,
-                stderr=done.stderr,
+                stdout="".join(said),
+                stderr=told,
+                returncode=process.returncode,
             )
-        return done.seconds
+        return answered
 
 
 def ensure_virtme(image: Image, accelerator: Accelerator, on_step: OnStep) -> Virtme:
@@ -197,6 +229,25 @@ def _make_virtme(image: Image, folder: Path) -> None:
 
 
 @dataclass(frozen=True)
+class Built:
+    """A build from nothing.
+
+    Attributes:
+        seconds: Wall time.
+        idle_s: Wall time of the same when there is nothing to do.
+        files: Sources compiled.
+    """
+
+    seconds: float
+    idle_s: float
+    files: int
+
+    def of(self, files: int) -> float:
+        """Seconds that a build of so many files would take, at this one's rate."""
+        return self.idle_s + (self.seconds - self.idle_s) * files / self.files
+
+
+@dataclass(frozen=True)
 class KernelSample:
     """Folders of a kernel's tree, built by the kernel's own Makefile as part of a whole kernel.
 
@@ -212,7 +263,7 @@ class KernelSample:
     out: Path
     targets: tuple[str, ...]
 
-    def _make(self, *arguments: str) -> local.Completed:
+    def _make(self, *arguments: str, check: bool = True) -> local.Completed:
         return local.run(
             [
                 *self.root.sandbox(self.out),
@@ -220,6 +271,7 @@ class KernelSample:
                 *("make", "--no-print-directory", "-C", _SOURCE, "O=/run/module", *arguments),
             ],
             timeout=_MAKE_S,
+            check=check,
             remedy=f"see make's words; remove {store().folder} to begin anew",
             remedy_missing="install bubblewrap, or run `make setup`",
         )
@@ -236,20 +288,27 @@ class KernelSample:
     def _jobs(self) -> str:
         return f"-j{os.cpu_count() or 1}"
 
-    def build(self) -> tuple[float, int]:
-        """Build the folders from nothing: wall seconds, and how many sources were compiled."""
+    def files_of_whole(self) -> int:
+        """How many sources the kernel and its modules have, by make's word, when none is built."""
+        # It ends at the first archive that is not there; by then it has told all that it compiles.
+        told = self._make("-n", "-k", self._jobs, "all", check=False).stdout
+        return len(set(_WOULD_COMPILE.findall(told)))
+
+    def build(self) -> Built:
+        """Build the folders from nothing, and once more with nothing to do."""
         for target in self.targets:
             shutil.rmtree(self.out / target, ignore_errors=True)
-        begin = time.monotonic()
-        done = self._make(self._jobs, *self.targets)
-        return time.monotonic() - begin, len(_COMPILED.findall(done.stdout))
+        return self._timed(*self.targets)
 
-    def whole(self) -> tuple[float, int]:
-        """Build the kernel and all its modules from nothing; as `build`."""
+    def whole(self) -> Built:
+        """Build the kernel and all its modules from nothing, and once more with nothing to do."""
         self._make("-s", "clean")
-        begin = time.monotonic()
-        done = self._make(self._jobs, "all")
-        return time.monotonic() - begin, len(_COMPILED.findall(done.stdout))
+        return self._timed("all")
+
+    def _timed(self, *targets: str) -> Built:
+        done = self._make(self._jobs, *targets)
+        files = len(_COMPILED.findall(done.stdout))
+        return Built(done.seconds, self._make(self._jobs, *targets).seconds, files)
 
 
 def kernel_sample(
