@@ -259,10 +259,10 @@ def test_where_a_run_comes_from_is_said_without_gaps(quick: RunFrames) -> None:
     [
         ({}, ""),
         ({"b01": {}}, ""),
-        ({"b01": {"how": "booted"}}, "b01 booted cold"),
+        ({"b01": {"how": "booted"}}, "b01 booted"),
         (
             {"b01": {"how": "restored"}, "b02": {"how": "booted"}, "b03": {"how": "restored"}},
-            "b01, b03 restored from saved labs; b02 booted cold",
+            "b01, b03 restored from saved labs; b02 booted",
         ),
         ({"b01": {"how": "moved"}}, "b01 moved"),
         (3, ""),

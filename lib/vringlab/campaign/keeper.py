@@ -121,9 +121,9 @@ class KeptLab:
         self._session.take_arms(experiment.side, prepared, switch, probes)
         return Facts(self.host, self.host_kind, self.sees_paths, self.provenance())
 
-    def boot(self, boot: str, options: Mapping[str, object], edition: int = 0) -> None:
-        """End the guest and boot a fresh one, or restore a saved lab."""
-        self._session.boot(boot, options, edition)
+    def boot(self, boot: str, options: Mapping[str, object], edition: int = 0) -> None:  # noqa: ARG002 - protocol
+        """End the guest and boot a fresh one; the host stays, with what its user put there."""
+        self._session.boot(boot, options)
         self._moved()
 
     def switch(self, arm: str) -> str:
@@ -245,7 +245,7 @@ def open_lab(
     with open_bare(host, image, on_step, "a kept lab (vringlab up)", first) as (lease, session):
         lab = KeptLab(lease, session, image, on_step)
         session.take_arms("guest", Prepared({}, kernels))
-        lab.boot("kept", options, 1)
+        session.boot("kept", options, 1)
         yield lab
 
 

@@ -105,12 +105,12 @@ def about(run: RunFrames) -> pd.DataFrame:
 
 
 def boots_in_words(run: RunFrames) -> str:
-    """Which boots were restored from saved labs, and which were cold; empty where unrecorded."""
+    """Which boots were restored from saved labs, and which were booted; empty where unrecorded."""
     by_way: dict[str, list[str]] = {}
     for name, facts in _mapping(run.provenance, "boots").items():
         if facts.get("how"):
             by_way.setdefault(facts["how"], []).append(name)
-    named = {"restored": "restored from saved labs", "booted": "booted cold"}
+    named = {"restored": "restored from saved labs", "booted": "booted"}
     return "; ".join(f"{', '.join(names)} {named.get(way, way)}" for way, names in by_way.items())
 
 
