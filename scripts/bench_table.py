@@ -105,8 +105,12 @@ def shown_ratio(values: Sequence[float]) -> str:
     return f"{middle:.3g} ({low:.3g} to {high:.3g})"
 
 
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def _middle(values: Sequence[float], unit: str) -> str:
-    return f"{statistics.median(values):.3g} {unit}"
+    return f"{_figure(statistics.median(values))} {unit}"
 
 
 _HEAD = ("row", "vringlab", "against", "pairs", "ours", "theirs", "ratio (range)", "asked")
@@ -170,7 +174,7 @@ def in_turn(
             pair = Pair(ours(), first)
         pairs.append(pair)
         told(
-            f"pair {number + 1} of {count}: {pair.ours:.3g} {unit} against "
-            f"{pair.theirs:.3g} {unit}, ratio {_ratio(pair.ratio)}"
+            f"pair {number + 1} of {count}: {_figure(pair.ours)} {unit} against "
+            f"{_figure(pair.theirs)} {unit}, ratio {_ratio(pair.ratio)}"
         )
     return tuple(pairs)
