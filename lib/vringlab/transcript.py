@@ -404,11 +404,11 @@ def _live(
         spent = session.time_budget.spent()
         steps = {
             "image and arms: build, or find in the cache": round(spent["build"], 1),
-            "KVM host: boot to SSH": round(spent["set-up"], 1),
+            "KVM host: until it answers": round(spent["set-up"], 1),
         }
         begin = time.monotonic()
         session.boot("look-around", {}, 1)
-        steps["guest inside it: boot to SSH"] = round(time.monotonic() - begin, 1)
+        steps["guest inside it: until it answers"] = round(time.monotonic() - begin, 1)
         kept = stack.pop_all()
 
     def ask(machine: MachineName, command: str) -> Completed:

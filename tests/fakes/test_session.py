@@ -32,6 +32,7 @@ from vringlab.settings import Settings
 OK: Answer = ("", "", 0)
 IMAGE = Image(Path("/image"), "0" * 16, "trixie", "6.12.1", "6.12.1-1", {"fio": "3"}, "key")
 TCG = Accelerator("tcg", "asked for")
+KVM = Accelerator("kvm", "asked for")
 OWN, ARM = "aa" * 20, "bb" * 20
 
 
@@ -690,6 +691,7 @@ def test_what_no_saved_lab_has_is_booted(
         ({"first": None}, False),
         ({"kernel": "another"}, False),
         ({"saved_labs": False}, False),
+        ({"accelerator": KVM}, False),
         ({"host": "ssh://kvm1"}, False),
     ],
 )
@@ -706,7 +708,7 @@ def test_a_session_opens_its_host_with_a_guest_where_that_can_be(
     monkeypatch.setattr(sessions, "prepare_arms", lambda *_: Prepared({}, {}))
     monkeypatch.setattr(sessions, "is_held", lambda *_: changed.get("kernel") is None)
     monkeypatch.setattr(sessions, "prepare_host", lambda _: None)
-    monkeypatch.setattr(accel, "choose", lambda *_: TCG)
+    monkeypatch.setattr(accel, "choose", lambda *_: changed.get("accelerator", TCG))
     for name in ("embedded_host", "user_host"):
         monkeypatch.setattr(sessions, name, lambda *_, **__: world.open_host())
     first = changed.get("first", ({"vcpus": 1}, changed.get("edition", 1)))

@@ -44,7 +44,10 @@ def test_taken_cid_and_port_are_passed_over(host: embedded.HostMachine) -> None:
     )
     try:
         host.machine.run(
-            "until grep -q :115C /proc/net/tcp; do busybox usleep 20000; done", timeout=60
+            # It greets when all its devices are there, and listens before.
+            "until busybox nc -w 1 127.0.0.1 4444 < /dev/null | grep -q QMP; do "
+            "busybox usleep 20000; done",
+            timeout=60,
         )
         assert stranger.running, stranger.stderr
         with guest.boot_guest(host, guest.GuestSpec()) as running:

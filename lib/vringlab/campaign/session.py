@@ -628,20 +628,23 @@ def as_probes(probes: Probes) -> list[Probe]:
 
 
 @contextmanager
-def _host(name: str, image: Image, on_step: OnStep, run: str) -> Iterator[HostMachine]:
-    if name.startswith(PREFIX):
-        with user_host(name, image, run=run, on_step=on_step) as host:
-            prepare_host(host)
-            yield host
-        return
-    if name != "embedded":
+def _embedded(
+    image: Image, accelerator: accel.Accelerator, on_step: OnStep
+) -> Iterator[HostMachine]:
+    with embedded_host(image, accelerator, on_step=on_step) as host:
+        prepare_host(host)
+        yield host
+
+
+@contextmanager
+def _other_host(name: str, image: Image, on_step: OnStep, run: str) -> Iterator[HostMachine]:
+    if not name.startswith(PREFIX):
         raise UserError(
             f"unknown host {name!r}",
             remedy="use `embedded` or ssh://[user@]host[:port]; a recorded run is read with "
             "`vringlab show` and `report`",
         )
-    accelerator = accel.choose(image, settings().accel)
-    with embedded_host(image, accelerator, on_step=on_step) as host:
+    with user_host(name, image, run=run, on_step=on_step) as host:
         prepare_host(host)
         yield host
 
@@ -653,11 +656,15 @@ def _lease(
     on_step: OnStep,
     run: str,
 ) -> HostLease:
+    if host != "embedded":
+        return HostLease(lambda: _other_host(host, image, on_step, run))
+    accelerator = accel.choose(image, settings().accel)
     saved = None
-    if host == "embedded" and settings().saved_labs:
-        saved = SavedLabs(image, accel.choose(image, settings().accel), on_step)
+    # Under KVM both boot within seconds, and nobody has seen its nested state restored.
+    if settings().saved_labs and accelerator.name == "tcg":
+        saved = SavedLabs(image, accelerator, on_step)
     return HostLease(
-        lambda: _host(host, image, on_step, run),
+        lambda: _embedded(image, accelerator, on_step),
         saved,
         (guest_spec(first[0]), first[1]) if first is not None and first[1] else None,
         on_step,
