@@ -8,9 +8,6 @@ SHELL := /bin/bash
 # A path relative to the Makefile: an absolute one would break on blanks.
 BIN := .venv/bin
 
-# They take five minutes more on two cores.
-LONG := tests/live/test_many_hosts.py tests/live/test_user_host.py
-
 # Emulated machines die now and then (double faults in the guest, QEMU's own crashes: seen once in some
 # tens of boots). The product calls that transient and says to try again; so do the tests, once.
 TRANSIENT := --reruns 1 --only-rerun "TransientError|transient error"
@@ -30,11 +27,11 @@ run: setup ## The main job: both experiments, quick profile, on the embedded KVM
 
 test: setup-test check ## Everything: lint, types, all tests with live ones, notebooks by nbval
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/pure tests/fakes
-	VRINGLAB_LIVE=1 $(BIN)/python -m pytest $(TRANSIENT) tests/live $(LONG:%=--ignore=%)
+	VRINGLAB_LIVE=1 $(BIN)/python -m pytest $(TRANSIENT) -m "not long" tests/live
 	$(BIN)/python -m pytest -n 2 --dist loadfile --nbval-lax --nbval-current-env notebooks
 
-test-long: setup-test ## The live tests that `make test` leaves out: several hosts, a user's host
-	VRINGLAB_LIVE=1 $(BIN)/python -m pytest $(TRANSIENT) $(LONG)
+test-long: setup-test ## The live tests that `make test` leaves out: several hosts, a user's host, other kernels
+	VRINGLAB_LIVE=1 $(BIN)/python -m pytest $(TRANSIENT) -m long tests/live
 
 test-fast: setup ## Tests without virtual machines (pure functions and fakes)
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/pure tests/fakes

@@ -50,7 +50,10 @@ def ping(lab: Lab) -> None:
     assert any(metric.name == "rtt_mean" for metric in outcome.metrics), outcome.reason
 
 
-@pytest.mark.parametrize(("spec", "begin"), [("debian:6.1", "6.1."), ("debian:7.x", "7.")])
+@pytest.mark.parametrize(
+    ("spec", "begin"),
+    [("debian:6.1", "6.1."), pytest.param("debian:7.x", "7.", marks=pytest.mark.long)],
+)
 def test_a_guest_boots_another_debian_kernel_and_takes_a_module_built_for_it(
     host: embedded.HostMachine, image: Image, spec: str, begin: str
 ) -> None:
@@ -72,6 +75,7 @@ def test_a_guest_boots_another_debian_kernel_and_takes_a_module_built_for_it(
         ping(Lab(host, running))
 
 
+@pytest.mark.long
 def test_modules_that_belong_together_are_swapped_together(
     host: embedded.HostMachine, image: Image
 ) -> None:

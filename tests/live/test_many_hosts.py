@@ -14,7 +14,7 @@ import pytest
 
 from vringlab.analysis.frames import load_run
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
 
 VRINGLAB = [sys.executable, "-m", "vringlab"]
 #: One boot for each host, a block of four cells each.

@@ -108,6 +108,7 @@ def qemus(folder: Path) -> list[str]:
     return [line for line in listed.stdout.splitlines() if "qemu" in line]
 
 
+@pytest.mark.long
 def test_kill_9_while_saving_leaves_nothing_half_written_and_nothing_running(
     image: Image, chosen: accel.Accelerator
 ) -> None:

@@ -23,7 +23,7 @@ from vringlab.lab.lease import STATE
 from vringlab.settings import settings
 from vringlab.transport.ssh import Address, Machine
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = [pytest.mark.timeout(500), pytest.mark.long]
 
 VRINGLAB = [sys.executable, "-m", "vringlab"]
 #: So much of the image is left to be copied; the rest comes from the host's own disk.
