@@ -62,8 +62,6 @@ def test_virtio_net_patch_is_faster_with_fewer_interrupts(tmp_path: Path) -> Non
         assert word in done.stdout
     arms = run.provenance["arms"]
     assert arms["stock"]["build_id"] != arms["merged"]["build_id"]
-    spent = json.loads((run.path / "time.json").read_text())["phases"]
-    assert spent["switch"] / 3 < 0.5 * spent["boot"], "switching is far cheaper than booting"
 
 
 def test_killed_run_resumes_and_short_reads_come_out_invalid(tmp_path: Path) -> None:
