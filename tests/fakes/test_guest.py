@@ -357,6 +357,22 @@ def test_a_guest_is_booted_pinned_and_ended(
     assert [bool(re.search(rf"KILL {QEMU}\b", line)) for line in order] == [True, False]
 
 
+def test_a_guest_that_hangs_while_it_boots_is_started_once_more(
+    host: HostMachine, machine: FakeMachine, booting: Callable[[Callable[[], Any]], None]
+) -> None:
+    inside = FakeMachine("guest", machine.log, {"boot_id": (f"{BOOT}\n", "", 0)})
+    booting(lambda: contextlib.nullcontext(inside))
+    hung = launching(("", "", STILL_RUNNING), OK)
+    machine.answers = {"guest is set up": hung, **machine.answers}
+    steps: list[str] = []
+    with guest.boot_guest(host, GuestSpec(), on_step=steps.append) as running:
+        assert running.boot_id == BOOT
+        # The one that hung is gone.
+        assert len(machine.asked(f"kill -KILL {QEMU}")) == 1
+    assert len(machine.asked("^rm -f .*qemu-system")) == 2
+    assert "is started once more" in steps[-1]
+
+
 def test_connection_to_a_guest_whose_qemu_ends_is_closed_at_once(
     host: HostMachine, machine: FakeMachine, booting: Callable[[Callable[[], Any]], None]
 ) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from vringlab.errors import InfrastructureError, TransientError, UserError
+from vringlab.errors import HostLost, InfrastructureError, TransientError, UserError
 from vringlab.kernels.bundle import KernelBundle
 from vringlab.lab import testpmd, vhost_nic
 from vringlab.lab.embedded import HostMachine
@@ -32,6 +32,8 @@ _FIRST_QMP_PORT = 4444
 _TRIES = 32
 #: How often it is asked whether the guest still runs, s.
 _WATCH_S = 1.0
+#: Share of the time to boot after which a guest counts as hung, if it can be started again.
+_FIRST_TRY = 0.4
 #: A guest that goes on answers within this time, or it is dead.
 _WAKE_S = 30.0
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
@@ -415,18 +417,21 @@ def _find_threads(
     return threads, workers
 
 
+def _end_qemu(host: HostMachine, pid: int) -> None:
+    with contextlib.suppress(InfrastructureError):
+        host.machine.run(
+            f"kill -KILL {pid}; while [ -d /proc/{pid} ]; do busybox usleep 10000; done",
+            timeout=60,
+            check=False,
+        )
+
+
 def _end(host: HostMachine, processes: Processes) -> None:
     """End a guest's processes, and wait until QEMU is gone: its CID, TAP and memory come free."""
     if processes.left:
         return
     if processes.qemu:
-        pid = processes.qemu
-        with contextlib.suppress(InfrastructureError):
-            host.machine.run(
-                f"kill -KILL {pid}; while [ -d /proc/{pid} ]; do busybox usleep 10000; done",
-                timeout=60,
-                check=False,
-            )
+        _end_qemu(host, processes.qemu)
     if processes.testpmd:
         testpmd.end(host.machine, WORK)
 
@@ -455,6 +460,31 @@ def _hanging_up(host: HostMachine, pid: int, guest: Machine) -> Iterator[None]:
         done.set()
         thread.join()
         watch.close()
+
+
+def _come_up(
+    host: HostMachine,
+    spec: GuestSpec,
+    kernel: KernelBundle | None,
+    processes: Processes,
+    on_step: Callable[[str], None],
+) -> tuple[tuple[str, ...], int, float]:
+    """Start QEMU and wait for the guest; once more when it hung: (argv, cid, deadline).
+
+    Under emulation a guest now and then stops in mid-boot and never goes on.
+    """
+    limit = settings().boot_timeout
+    processes.qemu, argv, cid, processes.qmp_port = _launch(host, spec, kernel)
+    try:
+        _await_guest(host, processes.qemu, time.monotonic() + limit * _FIRST_TRY)
+    except HostLost:
+        raise
+    except TransientError as error:
+        on_step(f"{error.message} and is started once more")
+        _end_qemu(host, processes.qemu)
+        processes.qemu, argv, cid, processes.qmp_port = _launch(host, spec, kernel)
+        _await_guest(host, processes.qemu, time.monotonic() + limit)
+    return argv, cid, time.monotonic() + limit
 
 
 @contextlib.contextmanager
@@ -488,10 +518,8 @@ def boot_guest(
             sockets = [f"{WORK}/vhost{index}.sock" for index in range(len(spec.nics))]
             stack.callback(testpmd.start(host.machine, WORK, sockets, layout).close)
         on_step("booting the guest")
-        processes.qemu, argv, cid, processes.qmp_port = _launch(host, spec, kernel)
-        deadline = time.monotonic() + settings().boot_timeout
+        argv, cid, deadline = _come_up(host, spec, kernel, processes, on_step)
         monitor = stack.enter_context(_monitor(host, processes.qmp_port))
-        _await_guest(host, processes.qemu, deadline)
         threads, workers = _find_threads(host, processes.qemu, layout, monitor.vcpu_threads())
         pin(machine, threads)
         guest_machine = stack.enter_context(
