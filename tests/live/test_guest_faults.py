@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from vringlab.errors import TransientError
-from vringlab.image.build import ensure_image
-from vringlab.lab import accel, embedded, guest
+from vringlab.lab import embedded, guest
 from vringlab.settings import Settings, settings
 
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture(scope="module")
-def host() -> Iterator[embedded.HostMachine]:
-    image = ensure_image()
-    with embedded.embedded_host(image, accel.choose(image)) as machine:
-        guest.prepare_host(machine)
-        yield machine
 
 
 def test_guest_that_never_comes_up_shows_its_console(

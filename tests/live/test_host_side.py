@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 
@@ -12,26 +11,14 @@ from vringlab.campaign import experiment as experiments
 from vringlab.campaign.budget import Budget
 from vringlab.campaign.session import HostLease, MachineSession, build_arms
 from vringlab.errors import InfrastructureError
-from vringlab.image.build import Image, ensure_image
+from vringlab.image.build import Image
 from vringlab.kernels.module import BuiltModule
-from vringlab.lab import accel, embedded, guest, vhost_nic
+from vringlab.lab import embedded, vhost_nic
 from vringlab.lab.lab import Lab
 from vringlab.lab.swap import loaded_build_id, swap_host
 from vringlab.workloads import base
 
 pytestmark = pytest.mark.timeout(420)
-
-
-@pytest.fixture(scope="module")
-def image() -> Image:
-    return ensure_image()
-
-
-@pytest.fixture(scope="module")
-def host(image: Image) -> Iterator[embedded.HostMachine]:
-    with embedded.embedded_host(image, accel.choose(image)) as machine:
-        guest.prepare_host(machine)
-        yield machine
 
 
 @pytest.fixture(scope="module")

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from vringlab.image.build import Image, ensure_image
+from vringlab.image.build import Image
 from vringlab.kernels.base import BaseKernel
 from vringlab.kernels.buildroot import ensure_buildroot
 from vringlab.kernels.bundle import base_kernel
 from vringlab.kernels.elf import ModuleFile
 from vringlab.kernels.module import build_module
 from vringlab.kernels.patches import Arm, parse_patch
-from vringlab.lab import accel, embedded, guest
+from vringlab.lab import embedded, guest
 from vringlab.lab.lab import Lab
 from vringlab.lab.swap import loaded_build_id, running_kernel, swap
 from vringlab.workloads import base
@@ -23,18 +22,6 @@ from vringlab.workloads import base
 pytestmark = pytest.mark.timeout(900)
 
 COMMON, TRANSPORT = "vmw_vsock_virtio_transport_common", "vmw_vsock_virtio_transport"
-
-
-@pytest.fixture(scope="module")
-def image() -> Image:
-    return ensure_image()
-
-
-@pytest.fixture(scope="module")
-def host(image: Image) -> Iterator[embedded.HostMachine]:
-    with embedded.embedded_host(image, accel.choose(image)) as machine:
-        guest.prepare_host(machine)
-        yield machine
 
 
 def as_shipped(kernel: BaseKernel, module: str, *others: str) -> Arm:

@@ -17,7 +17,7 @@ from vringlab.campaign import experiment as experiments
 from vringlab.campaign import paths
 from vringlab.campaign.session import as_probes, build_arms
 from vringlab.errors import InfrastructureError, TransientError, UserError
-from vringlab.image.build import Image, ensure_image
+from vringlab.image.build import Image
 from vringlab.kernels.module import BuiltModule
 from vringlab.lab import accel, embedded, guest, pinning, probe, swap
 from vringlab.lab.lab import Lab
@@ -28,11 +28,6 @@ from vringlab.workloads import base
 pytestmark = pytest.mark.timeout(420)
 
 SPLIT, PACKED = (guest.VhostUserNic(packed=packed, ring_size=256) for packed in (False, True))
-
-
-@pytest.fixture(scope="module")
-def image() -> Image:
-    return ensure_image()
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from vringlab.campaign.session import SavedLabs
-from vringlab.image.build import Image, ensure_image
+from vringlab.image.build import Image
 from vringlab.lab import accel, guest, snapshot
 from vringlab.lab.lab import Lab
 from vringlab.lab.snapshot import Snapshot, Unusable
@@ -25,11 +25,6 @@ from vringlab.workloads import base
 pytestmark = pytest.mark.timeout(420)
 
 SPEC = guest.GuestSpec()
-
-
-@pytest.fixture(scope="module")
-def image() -> Image:
-    return ensure_image()
 
 
 @pytest.fixture(scope="module")
