@@ -36,11 +36,27 @@ def place(words: list[str]) -> tuple[Literal["guest", "host"], list[str]]:
     return machine, rest[1:] if rest[:1] == ["--"] else rest
 
 
+def _length(idle_s: float) -> str:
+    """Seconds as `seconds` reads them, in the largest unit that fits."""
+    unit = max((u for u in _UNITS if idle_s >= _UNITS[u]), key=_UNITS.__getitem__, default="s")
+    return f"{idle_s / _UNITS[unit]:g} {unit}"
+
+
 def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
 
-    @app.command()
+    @app.command(
+        context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+        epilog="Exit status with a command: the command's.",
+    )
     def up(
+        words: Annotated[
+            list[str] | None,
+            typer.Argument(
+                metavar="[-- COMMAND...]",
+                help="Run it in the guest once the lab is up; its output comes when it has ended.",
+            ),
+        ] = None,
         experiment: Annotated[
             str, typer.Option("--experiment", "-e", help="Make a guest for its workloads.")
         ] = "vsock-direct-enqueue",
@@ -56,16 +72,24 @@ def register(app: typer.Typer) -> None:
         They are there for `vringlab shell`, for notebooks (open_lab("kept")) and for runs
         (--host kept).
         """
-        from vringlab.campaign import experiment as experiments
+        # Imports nothing that the keeper needs too: it starts the sooner.
         from vringlab.campaign import kept
-        from vringlab.collect import check_host, print_step
 
-        experiments.load(experiment)
         if host == kept.HOST:
             raise UserError("a kept lab is not on a kept lab", remedy="name a KVM host")
-        check_host(host)
-        lab, made = kept.up(experiment, host, seconds(idle), print_step)
-        _tell(lab, made)
+        lab, made = kept.up(
+            experiment,
+            host,
+            seconds(idle),
+            lambda text: print(f"  {text}", file=sys.stderr, flush=True),
+        )
+        if not words:
+            _tell(lab, made)
+            return
+        done = kept.run("guest", words)
+        sys.stdout.write(done.stdout)
+        sys.stderr.write(done.stderr)
+        sys.exit(done.returncode)
 
     @app.command(
         context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
@@ -107,6 +131,4 @@ def _tell(lab: Kept, made: bool) -> None:
     print("  vringlab shell -- uname -r     one command, with its exit status")
     print('  open_lab("kept")               in a notebook')
     print(f"  vringlab run {lab.experiment} --host kept")
-    print(
-        f"  vringlab down                  end it; by itself after {lab.idle_s / 3600:g} h unused"
-    )
+    print(f"  vringlab down                  end it; by itself after {_length(lab.idle_s)} unused")

@@ -38,7 +38,7 @@ class FakeLab(FakeSession):
         assert set(arms) <= set(experiment.arm_names)
         assert switch in ("swap", "reboot")
         self.sees_paths, self._probes = probes is not None, probes
-        return Facts(self.host, self.host_kind, self.sees_paths, self.provenance())
+        return Facts(self.host, self.host_kind, self.sees_paths)
 
     def run(self, machine: str, command: str, timeout: float) -> Completed:
         """Say what was asked, or do as told."""

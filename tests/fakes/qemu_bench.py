@@ -10,7 +10,7 @@ from tests.fakes.processes import DEADLINE_S, alive, script, until
 from tests.fakes.ssh_server import Keys
 
 from vringlab.image.build import Image
-from vringlab.lab import embedded, snapshot
+from vringlab.lab import embedded, owner, snapshot
 from vringlab.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,7 +60,7 @@ class Bench:
             lab_cpus=cpus,
             lab_memory_mib=memory_mib,
         )
-        for module in (embedded, snapshot):
+        for module in (embedded, owner, snapshot):
             self._monkeypatch.setattr(module, "settings", lambda: found)
 
     def _noted(self, name: str) -> list[list[str]]:

@@ -17,6 +17,7 @@ from vringlab.image.build import Image
 from vringlab.lab import embedded
 from vringlab.lab.accel import Accelerator
 from vringlab.lab.embedded import HostMachine, embedded_host
+from vringlab.lab.owner import reap
 
 TCG = Accelerator("tcg", "asked for")
 
@@ -46,7 +47,7 @@ def test_a_host_is_up_for_the_block_and_gone_after_it(bench: Bench) -> None:
         assert owner["qemu_pid"] == pid
         assert alive(pid)
         # Whoever starts next leaves a living lab alone.
-        assert embedded.reap() == []
+        assert reap() == []
     assert bench.nothing_left()
     assert steps == ["booting the embedded host (tcg: asked for)"]
 

@@ -343,16 +343,34 @@ def test_shell_without_a_lab_is_a_user_error() -> None:
     assert isinstance(done.exception, UserError)
 
 
-def test_commands_say_how_to_get_in(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def fakes_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     real = kept.up
 
     def fake(experiment: str, host: str, idle_s: float, on_step: kept.OnStep) -> tuple[Kept, bool]:
         return real(experiment, host, idle_s, on_step, fake_keeper.command())
 
     monkeypatch.setattr(kept, "up", fake)
+
+
+@pytest.mark.usefixtures("fakes_keep")
+def test_up_may_run_a_command_and_ends_as_it_ends() -> None:
+    done = CliRunner().invoke(app, ["up", "--for", "30m", "--", "ls", "-l", "a b"])
+    assert done.exit_code == 3
+    assert done.stdout == "guest: ls -l 'a b' within 3600 s\n"
+    assert "booting embedded" in done.stderr
+    assert kept.get().idle_s == 1800
+    again = CliRunner().invoke(app, ["up", "--", "dmesg | tail"])
+    assert again.stdout == "guest: dmesg | tail within 3600 s\n"
+    lost = CliRunner().invoke(app, ["up", "--", "lost"])
+    assert isinstance(lost.exception, TransientError)
+
+
+@pytest.mark.usefixtures("fakes_keep")
+def test_commands_say_how_to_get_in() -> None:
     done = CliRunner().invoke(app, ["up", "--for", "30m"])
     assert done.exit_code == 0, done.exception
-    for word in ("vringlab shell", 'open_lab("kept")', "--host kept", "vringlab down", "0.5 h"):
+    for word in ("vringlab shell", 'open_lab("kept")', "--host kept", "vringlab down", "30 m"):
         assert word in done.stdout
     assert kept.get().idle_s == 1800
     again = CliRunner().invoke(app, ["up"])
@@ -405,7 +423,7 @@ def test_arms_are_built_when_they_are_asked_for_and_a_lab_without_a_guest_is_no_
     lab = keeper.KeptLab(cast(Any, lease), cast(Any, Session()), cast(Any, None), print)
     chosen = experiments.load(VSOCK)
     facts = lab.adopt(chosen, ["direct"], "reboot", None)
-    assert (facts.host_kind, facts.provenance) == ("emulated", {"tools": {}})
+    assert (facts.host_kind, lab.provenance()) == ("emulated", {"tools": {}})
     lab.boot("b01", {})
     assert taken == [("guest", ("direct",), "reboot", None), ("boot",)]
     lease.host.swap_refusal = "its modules are its own"

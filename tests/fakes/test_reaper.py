@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from tests.fakes.processes import alive, python, until
 
-from vringlab.lab import embedded
+from vringlab.lab import owner
 
 
 @pytest.fixture
 def labs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "labs"
     folder.mkdir()
-    monkeypatch.setattr(embedded, "_labs", lambda: folder)
+    monkeypatch.setattr(owner, "_labs", lambda: folder)
     return folder
 
 
@@ -41,18 +41,18 @@ def sleeper() -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
 Sleeper = Callable[[], subprocess.Popen[bytes]]
 
 
-def record(labs: Path, name: str, owner: tuple[int, str], qemu: tuple[int, str] | None) -> Path:
+def record(labs: Path, name: str, of: tuple[int, str], qemu: tuple[int, str] | None) -> Path:
     folder = labs / f"lab-{name}"
     folder.mkdir()
     (folder / "console.log").write_text("booting")
-    found = {"pid": owner[0], "started": owner[1]}
+    found = {"pid": of[0], "started": of[1]}
     found |= {"qemu_pid": qemu and qemu[0], "qemu_started": qemu and qemu[1]}
     (folder / "owner.json").write_text(json.dumps(found))
     return folder
 
 
 def identity(pid: int) -> tuple[int, str]:
-    started = embedded._start_time(pid)
+    started = owner.start_time(pid)
     assert started is not None
     return pid, started
 
@@ -68,7 +68,7 @@ def dead(sleeper: Sleeper) -> tuple[int, str]:
 def test_a_dead_owners_qemu_is_ended_and_its_folder_removed(labs: Path, sleeper: Sleeper) -> None:
     qemu = sleeper()
     folder = record(labs, "a", dead(sleeper), identity(qemu.pid))
-    assert embedded.reap() == [folder]
+    assert owner.reap() == [folder]
     assert not folder.exists()
     assert until(lambda: not alive(qemu.pid))
 
@@ -76,7 +76,7 @@ def test_a_dead_owners_qemu_is_ended_and_its_folder_removed(labs: Path, sleeper:
 def test_another_process_with_qemus_number_is_left_alone(labs: Path, sleeper: Sleeper) -> None:
     stranger = sleeper()
     folder = record(labs, "a", dead(sleeper), (stranger.pid, "1"))
-    assert embedded.reap() == [folder]
+    assert owner.reap() == [folder]
     assert not folder.exists()
     assert alive(stranger.pid)
 
@@ -84,25 +84,25 @@ def test_another_process_with_qemus_number_is_left_alone(labs: Path, sleeper: Sl
 def test_an_owner_whose_number_was_given_away_is_dead(labs: Path, sleeper: Sleeper) -> None:
     qemu = sleeper()
     folder = record(labs, "a", (os.getpid(), "1"), identity(qemu.pid))
-    assert embedded.reap() == [folder]
+    assert owner.reap() == [folder]
     assert until(lambda: not alive(qemu.pid))
 
 
 def test_a_qemu_that_is_gone_already(labs: Path, sleeper: Sleeper) -> None:
     folder = record(labs, "a", dead(sleeper), dead(sleeper))
-    assert embedded.reap() == [folder]
+    assert owner.reap() == [folder]
 
 
 def test_an_owner_that_died_before_qemu_started(labs: Path, sleeper: Sleeper) -> None:
     folder = record(labs, "a", dead(sleeper), None)
-    assert embedded.reap() == [folder]
+    assert owner.reap() == [folder]
 
 
 def test_of_two_labs_only_the_dead_ones_is_reaped(labs: Path, sleeper: Sleeper) -> None:
     mine, theirs = sleeper(), sleeper()
     living = record(labs, "living", identity(os.getpid()), identity(mine.pid))
     folder = record(labs, "dead", dead(sleeper), identity(theirs.pid))
-    assert embedded.reap() == [folder]
+    assert owner.reap() == [folder]
     assert living.exists()
     assert alive(mine.pid)
     assert until(lambda: not alive(theirs.pid))
@@ -112,9 +112,9 @@ def test_a_folder_without_an_owner_is_left_for_a_while(labs: Path) -> None:
     fresh, old = labs / "lab-fresh", labs / "lab-old"
     for folder in (fresh, old):
         folder.mkdir()
-    long_ago = time.time() - 10 * embedded._HALF_MADE_S
+    long_ago = time.time() - 10 * owner._HALF_MADE_S
     os.utime(old, (long_ago, long_ago))
-    assert embedded.reap() == [old]
+    assert owner.reap() == [old]
     assert fresh.exists()
 
 
@@ -123,10 +123,10 @@ def test_a_damaged_record_is_no_reason_to_fail(labs: Path, text: str) -> None:
     folder = labs / "lab-damaged"
     folder.mkdir()
     (folder / "owner.json").write_text(text)
-    assert embedded.reap() == []
-    long_ago = time.time() - 10 * embedded._HALF_MADE_S
+    assert owner.reap() == []
+    long_ago = time.time() - 10 * owner._HALF_MADE_S
     os.utime(folder, (long_ago, long_ago))
-    assert embedded.reap() == [folder]
+    assert owner.reap() == [folder]
 
 
 @pytest.mark.parametrize("pid", ["1", None, -1, True, 1.5, [], 2**70])
@@ -134,43 +134,43 @@ def test_numbers_that_are_none_end_nobody(
     labs: Path, sleeper: Sleeper, monkeypatch: pytest.MonkeyPatch, pid: object
 ) -> None:
     folder = record(labs, "a", dead(sleeper), None)
-    owner = json.loads((folder / "owner.json").read_text())
-    (folder / "owner.json").write_text(json.dumps({**owner, "qemu_pid": pid}))
+    known = json.loads((folder / "owner.json").read_text())
+    (folder / "owner.json").write_text(json.dumps({**known, "qemu_pid": pid}))
     killed: list[int] = []
     with monkeypatch.context() as patch:
         patch.setattr(os, "kill", lambda number, _signal: killed.append(number))
-        assert embedded.reap() == [folder]
+        assert owner.reap() == [folder]
     assert killed == []
 
 
 def test_other_files_beside_labs_stay(labs: Path) -> None:
     (labs / "notes").mkdir()
-    assert embedded.reap() == []
+    assert owner.reap() == []
     assert (labs / "notes").exists()
 
 
 def test_no_folder_of_labs_yet(labs: Path) -> None:
     labs.rmdir()
-    assert embedded.reap() == []
+    assert owner.reap() == []
 
 
 def test_what_kill_9_leaves_of_a_real_owner(labs: Path) -> None:
-    owner = python(
+    process = python(
         "import sys, time; from pathlib import Path\n"
-        "from vringlab.lab import embedded; from vringlab.transport import local\n"
-        "embedded._labs = lambda: Path(sys.argv[1])\n"
-        "with embedded._lab_folder() as folder:\n"
+        "from vringlab.lab import owner; from vringlab.transport import local\n"
+        "owner._labs = lambda: Path(sys.argv[1])\n"
+        "with owner.lab_folder() as folder:\n"
         "    with local.companion(['sleep', '1000'], log=folder / 'qemu.log') as process:\n"
-        "        embedded._record_owner(folder, process.pid)\n"
+        "        owner.record(folder, process.pid)\n"
         "        print(process.pid, flush=True); time.sleep(1000)",
         str(labs),
     )
-    with owner:
-        assert owner.stdout is not None
-        qemu = int(owner.stdout.readline())
+    with process:
+        assert process.stdout is not None
+        qemu = int(process.stdout.readline())
         (folder,) = labs.iterdir()
-        assert embedded.reap() == []
-        owner.kill()
-    assert embedded.reap() == [folder]
+        assert owner.reap() == []
+        process.kill()
+    assert owner.reap() == [folder]
     assert list(labs.iterdir()) == []
     assert until(lambda: not alive(qemu))

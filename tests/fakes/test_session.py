@@ -628,23 +628,25 @@ def test_a_dead_guest_is_told_and_its_lab_is_removed_and_booted(world: World, sa
     assert not [line for line in world.log if "had been lost" in line]
 
 
-def test_a_guest_that_says_nothing_of_itself_is_dead_too(
+def test_facts_of_a_guest_are_read_once_when_they_are_asked_for(
     world: World, saved: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers = iter([InfrastructureError("no such command"), None])
+    asked: list[str] = []
 
-    def collect(*_: object) -> dict[str, object]:
-        error = next(answers)
-        if error is not None:
-            raise error
-        return {"tools": {"fio": "4"}}
+    def collect(_: HostMachine, guest: Guest) -> dict[str, object]:
+        asked.append(guest.boot_id)
+        return {"tools": {"fio": str(len(asked))}}
 
     monkeypatch.setattr(facts, "collect", collect)
     with restoring(world) as session:
         session.boot("b01", {}, 1)
-        assert how(session) == {"how": "booted", "boot_id": "cold 1"}
-        assert session.provenance()["tools"] == {"fio": "4"}
-    assert saved.removed == [1]
+        assert asked == []
+        for _ in range(2):
+            assert session.provenance()["tools"] == {"fio": "1"}
+        session.boot("b02", {}, 0)
+        assert session.provenance()["tools"] == {"fio": "2"}
+    assert len(asked) == 2
+    assert saved.removed == []
 
 
 def test_a_restored_host_that_is_lost_is_opened_again(world: World, saved: Saved) -> None:

@@ -30,6 +30,7 @@ from vringlab.lab import embedded, guest, snapshot
 from vringlab.lab.accel import Accelerator
 from vringlab.lab.embedded import HostMachine
 from vringlab.lab.guest import GuestSpec, VhostUserNic
+from vringlab.lab.pinning import Layout
 from vringlab.lab.snapshot import Snapshot, Unusable
 
 TCG = Accelerator("tcg", "asked for")
@@ -68,6 +69,7 @@ def boot_guest(
         threads={501: 2},
         vhost_threads=(510,),
         net_worker=None,
+        layout=Layout.plan(4, 2),
     )
 
 
@@ -136,11 +138,6 @@ def test_a_lab_is_saved_once_and_several_go_on_from_it(bench: Bench) -> None:
         for host in hosts:
             assert "share=off" in " ".join(host.qemu_argv)
             assert host.qemu_argv[-2:] == ("-incoming", "defer")
-    # Each has the time of now and random numbers of its own.
-    clocks, seeds = zip(*bench.wakes, strict=True)
-    assert all(abs(clock - time.time()) < 60 for clock in clocks)
-    assert [len(seed) for seed in seeds] == [64, 64]
-    assert seeds[0] != seeds[1]
     assert [commands[-1] for commands in bench.monitor[1:]] == ["query-cpus-fast"] * 2
     assert all("cont" in commands for commands in bench.monitor[1:])
     assert bench.nothing_left()
@@ -449,7 +446,6 @@ DAMAGE: Mapping[str, tuple[Callable[[Bench, Snapshot], object], str]] = {
     "its length": (lambda _, saved: os.truncate(saved.memory, 300_000), "its memory is not what"),
     "half a state": (lambda _, saved: os.truncate(saved.state, 4), "its state is not what"),
     "another state": (is_whole_and_foreign, "Not a migration stream"),
-    "a dead host": (lambda bench, _: (bench.folder / "refuses").touch(), "the command failed"),
     "no host": (lambda bench, _: bench.behaves("dies"), "QEMU ended"),
 }
 
@@ -490,23 +486,51 @@ def test_a_failure_of_the_block_is_its_own_and_the_snapshot_stays(
     assert bench.nothing_left()
 
 
-def test_the_guest_of_a_restored_host_is_woken_by_a_block(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[object, ...]] = []
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What each guest is taken over with; it is awake at once."""
+    asked: list[tuple[Any, ...]] = []
 
     @contextlib.contextmanager
-    def taken_over(*arguments: object) -> Iterator[str]:
+    def taken_over(*arguments: Any) -> Iterator[str]:
         asked.append(arguments)
+        # There is one machine here, which stands for host and guest.
+        arguments[-1](arguments[0].machine)
         yield "guest"
 
     monkeypatch.setattr(guest, "taken_over", taken_over)
+    return asked
+
+
+def test_the_guest_of_a_restored_host_is_woken_by_a_block(
+    bench: Bench, taken: list[tuple[Any, ...]]
+) -> None:
     saved = put(bench)
     with restored(bench, saved) as (host, waking):
-        assert asked == []
+        assert taken == []
         with waking() as running:
             assert running == "guest"
-    assert asked == [(host, SPEC, saved.left, snapshot.wake)]
+            # Host and guest.
+            clocks, seeds = zip(*bench.wakes, strict=True)
+            assert all(abs(clock - time.time()) < 60 for clock in clocks)
+            assert [len(seed) for seed in seeds] == [64, 64]
+            assert seeds[0] != seeds[1]
+    ((*others, _),) = taken
+    assert others == [host, SPEC, saved.left]
+
+
+def test_a_machine_that_keeps_its_old_clock_is_not_handed_out(
+    bench: Bench, taken: list[tuple[Any, ...]]
+) -> None:
+    (bench.folder / "refuses").touch()
+    with (
+        restored(bench, put(bench)) as (_, waking),
+        pytest.raises(InfrastructureError, match="clock") as caught,
+        waking(),
+    ):
+        raise NEVER
+    assert "cannot be set" in caught.value.stderr
+    assert len(taken) == 1
 
 
 # --- checksums -----------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from vringlab.campaign.session import as_probes, build_arms
 from vringlab.errors import InfrastructureError, TransientError, UserError
 from vringlab.image.build import Image
 from vringlab.kernels.module import BuiltModule
-from vringlab.lab import accel, embedded, guest, pinning, probe, swap
+from vringlab.lab import accel, embedded, guest, owner, pinning, probe, swap
 from vringlab.lab.lab import Lab
 from vringlab.settings import settings
 from vringlab.transport.ssh import Address, Machine
@@ -233,16 +233,16 @@ def test_nothing_outlives_kill_minus_nine_of_the_owner() -> None:
     before = set((settings().cache / "labs").glob("lab-*"))
     with subprocess.Popen(
         [sys.executable, "-c", _HOLDER], stdout=subprocess.PIPE, text=True
-    ) as owner:
-        assert owner.stdout is not None
-        assert "qemu" in owner.stdout.readline()
-        (qemu,) = _qemus(owner.pid)
-        owner.send_signal(signal.SIGKILL)
+    ) as holder:
+        assert holder.stdout is not None
+        assert "qemu" in holder.stdout.readline()
+        (qemu,) = _qemus(holder.pid)
+        holder.send_signal(signal.SIGKILL)
     deadline = time.monotonic() + 20
     while Path(f"/proc/{qemu}").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not Path(f"/proc/{qemu}").exists(), "QEMU must end with its owner"
     left = set((settings().cache / "labs").glob("lab-*")) - before
     assert left, "the dead owner's folder is still there for the reaper"
-    assert left <= set(embedded.reap())
+    assert left <= set(owner.reap())
     assert not any(folder.exists() for folder in left)

@@ -120,3 +120,13 @@ def remove_unfinished(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+
+
+def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """A nested mapping with the values of another laid over it."""
+    result = dict(old)
+    for key, value in new.items():
+        before = result.get(key)
+        both = isinstance(before, Mapping) and isinstance(value, Mapping)
+        result[key] = merged(before, value) if both else value  # type: ignore[arg-type]
+    return result

@@ -43,6 +43,7 @@ from vringlab.campaign.session import (
 from vringlab.errors import InfrastructureError, UserError
 from vringlab.image.build import Image, ensure_image
 from vringlab.kernels.whole import guest_kernel
+from vringlab.lab.owner import start_time
 from vringlab.transport.local import Completed
 from vringlab.transport.ssh import Address
 from vringlab.workloads.base import Outcome
@@ -119,7 +120,7 @@ class KeptLab:
         with self.time_budget.phase("build"):
             prepared = prepare_arms(experiment, tuple(arms), self._image, self._on_step)
         self._session.take_arms(experiment.side, prepared, switch, probes)
-        return Facts(self.host, self.host_kind, self.sees_paths, self.provenance())
+        return Facts(self.host, self.host_kind, self.sees_paths)
 
     def boot(self, boot: str, options: Mapping[str, object], edition: int = 0) -> None:  # noqa: ARG002 - protocol
         """End the guest and boot a fresh one; the host stays, with what its user put there."""
@@ -404,7 +405,7 @@ def _serve(
         pid = os.getpid()
         kept.Kept(
             pid=pid,
-            started=kept.start_time(pid) or "",
+            started=start_time(pid) or "",
             host=host,
             host_kind=facts.host_kind,
             experiment=experiment,

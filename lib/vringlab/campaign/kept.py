@@ -26,10 +26,9 @@ from dataclasses import asdict, dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
-from typing import IO, Any, Literal, Self
+from typing import IO, TYPE_CHECKING, Any, Literal, Self
 
 from vringlab.campaign.budget import Budget
-from vringlab.campaign.experiment import Experiment, Probes
 from vringlab.campaign.files import replace_json
 from vringlab.campaign.seat import Answer, AskedSession, Facts
 from vringlab.errors import (
@@ -39,9 +38,12 @@ from vringlab.errors import (
     UserError,
     VringlabError,
 )
-from vringlab.lab.embedded import reap
+from vringlab.lab.owner import reap, start_time
 from vringlab.settings import settings
 from vringlab.transport.local import Completed, find_tool
+
+if TYPE_CHECKING:
+    from vringlab.campaign.experiment import Experiment, Probes
 
 #: Name of a kept lab where a host is named.
 HOST = "kept"
@@ -65,6 +67,8 @@ _ENDING_S = 5.0
 _POLL_S = 0.02
 #: A keeper may take this long to give its machines back before it is killed.
 _DOWN_S = 60.0
+#: A command that takes longer is one for `shell`.
+_COMMAND_S = 3600.0
 
 _KINDS: Mapping[str, type[VringlabError]] = {
     kind.__name__: kind for kind in (UserError, TransientError, HostLost, InfrastructureError)
@@ -103,18 +107,6 @@ class Kept:
 def folder() -> Path:
     """Everything of the kept lab."""
     return settings().cache / "labs" / "kept"
-
-
-def start_time(pid: int) -> str | None:
-    """The kernel's start time of a process: with the pid it names one process for ever.
-
-    None when it has ended, whether or not its parent has heard of that.
-    """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return fields[19] if fields[0] not in "ZX" else None
-    except (OSError, IndexError):
-        return None
 
 
 def _flock(descriptor: int) -> bool:
@@ -510,6 +502,27 @@ def session(
 # --- getting in ----------------------------------------------------------------------------
 
 
+def run(machine: MachineName, command: Sequence[str]) -> Completed:
+    """Run one command by the keeper's own connection: no second one needs to be opened.
+
+    Args:
+        machine: `host` or `guest`.
+        command: Program and arguments, or one piece of shell text.
+
+    Raises:
+        UserError: no lab is up.
+        HostLost: the lab ended.
+        TransientError: the connection was lost, or it did not end within an hour.
+    """
+    with Line.open() as line:
+        return line.run(machine, _text(command), _COMMAND_S)
+
+
+def _text(command: Sequence[str]) -> str:
+    # Shell text is handed over as it is: `vringlab shell guest -- 'dmesg | tail'`.
+    return command[0] if len(command) == 1 else shlex.join(command)
+
+
 def ssh_argv(
     machine: MachineName, command: Sequence[str] = (), terminal: bool = False
 ) -> list[str]:
@@ -526,13 +539,11 @@ def ssh_argv(
     """
     kept = get()
     ssh = find_tool("ssh", "install the OpenSSH client (openssh-client)")
-    # Shell text is handed over as it is: `vringlab shell guest -- 'dmesg | tail'`.
-    text = command[0] if len(command) == 1 else shlex.join(command)
     return [
         ssh,
         *(["-t"] if terminal or not command else []),
         *kept.ssh[machine],
-        *(["--", text] if command else []),
+        *(["--", _text(command)] if command else []),
     ]
 
 

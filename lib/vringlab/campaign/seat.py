@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from vringlab import __version__
 from vringlab.campaign.budget import Budget, Phase
-from vringlab.campaign.experiment import Value
-from vringlab.campaign.paths import PathPass
 from vringlab.errors import InfrastructureError, UserError
-from vringlab.workloads.base import Outcome
 
 if TYPE_CHECKING:
+    from vringlab.campaign.experiment import Value
+    from vringlab.campaign.paths import PathPass
     from vringlab.campaign.runner import Session
+    from vringlab.workloads.base import Outcome
 
 #: What a worker may hold one of.
 RESOURCE = "kvmhost"
@@ -45,7 +45,6 @@ class Facts:
     host: str
     host_kind: str
     sees_paths: bool
-    provenance: Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -160,9 +159,7 @@ class Seat:
         try:
             with self._opener(on_step=self._tell) as session:
                 self._session = session
-                self._opened.set_result(
-                    Facts(session.host, session.host_kind, session.sees_paths, session.provenance())
-                )
+                self._opened.set_result(Facts(session.host, session.host_kind, session.sees_paths))
                 before = session.time_budget.spent()
                 self._opened_spent = _claimed({}, before)
                 while (item := self._work.get()) is not None:

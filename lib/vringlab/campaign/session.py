@@ -17,8 +17,8 @@ from typing import Any, Literal, Self
 from vringlab import __version__
 from vringlab.campaign.budget import Budget
 from vringlab.campaign.experiment import Experiment, Probes, Value
+from vringlab.campaign.files import merged
 from vringlab.campaign.paths import PASS_S, PathPass, judge
-from vringlab.campaign.store import merged
 from vringlab.errors import HostLost, InfrastructureError, UserError, VringlabError
 from vringlab.image.build import Image, ensure_image
 from vringlab.kernels.base import is_held
@@ -353,6 +353,8 @@ class MachineSession:
         self._guest: Guest | None = None
         self._spec = GuestSpec()
         self._seen: dict[str, Any] = {}
+        #: The guest of which that was seen; reading it takes a second.
+        self._seen_of: Guest | None = None
         self._how: dict[str, Any] = {}
         #: Build-id of each host module that was replaced, as it was before.
         self._shipped: dict[str, str] = {}
@@ -388,6 +390,7 @@ class MachineSession:
 
     def _end_guest(self) -> None:
         self._guest = None
+        self._seen_of = None
         self._guest_stack.close()
 
     def _restore(self) -> None:
@@ -470,7 +473,6 @@ class MachineSession:
             return False
         try:
             self._guest = self._guest_stack.enter_context(found.waking())
-            self._seen = facts.collect(self._host, self._guest)
         except InfrastructureError as error:
             self._end_guest()
             # Who knows what of it still runs.
@@ -487,7 +489,6 @@ class MachineSession:
         self._guest = self._guest_stack.enter_context(
             boot_guest(self._host, self._spec, kernel=kernel)
         )
-        self._seen = facts.collect(self._host, self._guest)
 
     def switch(self, arm: str) -> str:
         """Load an arm; see `campaign.runner.Session`."""
@@ -554,8 +555,16 @@ class MachineSession:
         return found
 
     def provenance(self) -> dict[str, object]:
-        """What is known by now of host, guest, kernels, tools and pinning."""
+        """What is known by now of host, guest, kernels, tools and pinning.
+
+        Raises:
+            TransientError: a machine was lost.
+        """
         image = self._host.image
+        if self._guest is not None and self._seen_of is not self._guest:
+            with self.time_budget.phase("boot"), self._lease.watched():
+                self._seen = facts.collect(self._host, self._guest)
+            self._seen_of = self._guest
         known: dict[str, Any] = {
             "command": sys.argv,
             "vringlab": __version__,

@@ -34,6 +34,7 @@ from vringlab.campaign import paths, tables
 from vringlab.campaign.experiment import OF_RUN
 from vringlab.campaign.files import (
     UNFINISHED,
+    merged,
     read_json,
     remove_unfinished,
     replace_json,
@@ -491,16 +492,6 @@ def _read_attempts(path: Path) -> list[dict[str, Any]]:
     except (UserError, KeyError):
         return []
     return [item for item in attempts if isinstance(item.get("phases"), dict)]
-
-
-def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """A nested mapping with the values of another laid over it."""
-    result = dict(old)
-    for key, value in new.items():
-        before = result.get(key)
-        both = isinstance(before, Mapping) and isinstance(value, Mapping)
-        result[key] = merged(before, value) if both else value  # type: ignore[arg-type]
-    return result
 
 
 def _number(value: float) -> float | None:

@@ -12,8 +12,6 @@ import gzip
 import lzma
 import struct
 
-import pyarrow as pa
-
 from vringlab.errors import InfrastructureError
 
 #: Fields of the boot protocol's header (kernel: Documentation/arch/x86/boot.rst).
@@ -24,6 +22,9 @@ _SECTOR = 512
 
 
 def _zstd(data: bytes) -> bytes:
+    # Imported late: it takes a tenth of a second, and is used when an image is built only.
+    import pyarrow as pa
+
     return bytes(pa.CompressedInputStream(pa.BufferReader(data), "zstd").read())
 
 

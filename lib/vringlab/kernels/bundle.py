@@ -16,8 +16,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import pyarrow as pa
-
 from vringlab.cachedir import OnStep, Store, require_space
 from vringlab.errors import InfrastructureError, UserError
 from vringlab.image import initrd
@@ -283,6 +281,9 @@ def _unpacked(file: Path) -> bytes:
         return lzma.decompress(data)
     if file.suffix in (".zst", ".gz"):
         codec = {".zst": "zstd", ".gz": "gzip"}[file.suffix]
+        # Imported late: it takes a tenth of a second, and is needed when one is made only.
+        import pyarrow as pa
+
         return bytes(pa.CompressedInputStream(pa.BufferReader(data), codec).read())
     return data
 

@@ -2,26 +2,23 @@
 
 Without usable KVM, QEMU emulates a processor with AMD's SVM; /dev/kvm inside is then real to its
 guests, only slow. Nothing of it outlives the run: the block that made it ends it, the kernel's
-parent-death signal ends it after kill -9, and `reap` removes what a dead owner left on disk.
+parent-death signal ends it after kill -9, and `owner.reap` removes what a dead owner left on disk.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import shutil
-import signal
 import socket
 import subprocess
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from vringlab.errors import InfrastructureError, TransientError
 from vringlab.image.build import Image
+from vringlab.lab import owner
 from vringlab.lab.accel import QEMU, QEMU_MISSING, Accelerator, qemu_of
 from vringlab.lab.qmp import Monitor
 from vringlab.settings import settings
@@ -34,8 +31,6 @@ _POLL_S = 0.02
 #: Reading or writing a machine's state; less than a tenth of a second here.
 _STATE_S = 60.0
 IGNORE_SHARED = [{"capability": "x-ignore-shared", "state": True}]
-#: A lab's folder names its owner this long after it was made at the latest.
-_HALF_MADE_S = 60.0
 
 #: Emulation cannot be attacked through speculation, and self tests of ciphers say nothing here.
 _FAST_BOOT = (
@@ -93,51 +88,6 @@ class Memory:
     file: Path
     shared: bool
     state: Path | None = None
-
-
-def _labs() -> Path:
-    return settings().cache / "labs"
-
-
-def _start_time(pid: int) -> str | None:
-    """The kernel's start time of a process: with the pid it names one process for ever."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return None
-
-
-def _runs(pid: object, started: object) -> bool:
-    """Whether that very process still runs, and not another one that got its number."""
-    return isinstance(pid, int) and started is not None and _start_time(pid) == started
-
-
-def reap() -> list[Path]:
-    """Remove labs whose owner is dead, with their QEMU if it still runs.
-
-    Returns the folders removed.
-    """
-    removed = []
-    for folder in sorted(_labs().glob("lab-*")):
-        try:
-            owner = json.loads((folder / "owner.json").read_text())
-            pid, started = owner["pid"], owner["started"]
-            qemu_pid, qemu_started = owner["qemu_pid"], owner["qemu_started"]
-        except (OSError, ValueError, TypeError, KeyError):
-            # Either half made by a killed process, or being made right now by a live one.
-            with contextlib.suppress(FileNotFoundError):
-                if time.time() - folder.stat().st_mtime > _HALF_MADE_S:
-                    shutil.rmtree(folder, ignore_errors=True)
-                    removed.append(folder)
-            continue
-        if _runs(pid, started):
-            continue
-        if _runs(qemu_pid, qemu_started):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(qemu_pid, signal.SIGKILL)
-        shutil.rmtree(folder, ignore_errors=True)
-        removed.append(folder)
-    return removed
 
 
 def _free_port() -> int:
@@ -264,30 +214,6 @@ def _greeted(
         yield monitor
 
 
-@contextlib.contextmanager
-def _lab_folder() -> Iterator[Path]:
-    reap()
-    folder = _labs() / f"lab-{uuid.uuid4().hex[:12]}"
-    folder.mkdir(parents=True)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _record_owner(folder: Path, qemu_pid: int) -> None:
-    pid = os.getpid()
-    owner = {
-        "pid": pid,
-        "started": _start_time(pid),
-        "qemu_pid": qemu_pid,
-        "qemu_started": _start_time(qemu_pid),
-    }
-    temporary = folder / "owner.json.part"
-    temporary.write_text(json.dumps(owner))
-    temporary.rename(folder / "owner.json")
-
-
 def _go_on(monitor: Monitor, state: Path) -> None:
     """Load what is left of a paused host, and let it go on."""
     monitor.execute("migrate-set-capabilities", {"capabilities": IGNORE_SHARED})
@@ -336,7 +262,7 @@ def _boot(
             local.companion(argv, log=log, remedy_missing=QEMU_MISSING, pass_fds=[theirs.fileno()])
         )
         theirs.close()
-        _record_owner(folder, process.pid)
+        owner.record(folder, process.pid)
         if memory is None or memory.state is None:
             _await_console(process, console, log, deadline)
         monitor = stack.enter_context(_greeted(ours, process, log))
@@ -384,7 +310,7 @@ def embedded_host(
         on_step(f"booting the embedded host ({accelerator.name}: {accelerator.reason})")
     for attempt in range(1, _PORT_TRIES + 1):
         with contextlib.ExitStack() as stack:
-            folder = stack.enter_context(_lab_folder())
+            folder = stack.enter_context(owner.lab_folder())
             try:
                 host = stack.enter_context(_boot(image, accelerator, folder, memory))
             except TransientError as error:

@@ -49,6 +49,7 @@ LEFT = frozenset(
         "qemu",
         "qmp_port",
         "testpmd",
+        "layout",
     }
 )
 
@@ -590,6 +591,7 @@ def leave(guest: Guest) -> dict[str, Any]:
         "qemu": guest.processes.qemu,
         "qmp_port": guest.processes.qmp_port,
         "testpmd": guest.processes.testpmd,
+        "layout": guest.layout.as_record(),
     }
 
 
@@ -623,7 +625,7 @@ def taken_over(
             machine=machine,
             spec=spec,
             cid=left["cid"],
-            layout=Layout.plan(int(host.machine.run(["nproc", "--all"]).stdout), spec.vcpus),
+            layout=Layout.of_record(left["layout"]),
             qemu_pid=processes.qemu,
             qemu_argv=tuple(left["qemu_argv"]),
             threads=dict(left["threads"]),

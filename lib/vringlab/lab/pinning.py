@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from vringlab.errors import InfrastructureError
 from vringlab.transport.ssh import Machine
@@ -49,6 +50,11 @@ class Layout:
     def as_record(self) -> dict[str, object]:
         """For provenance."""
         return asdict(self)
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> Layout:
+        """The layout that `as_record` wrote, also after a way through JSON."""
+        return cls(record["tools"], record["backend"], tuple(record["vcpus"]))
 
 
 def pin(host: Machine, wanted: Mapping[int, int]) -> None:

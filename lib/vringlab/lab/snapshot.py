@@ -32,7 +32,7 @@ from vringlab.lab.accel import Accelerator
 from vringlab.lab.embedded import HostMachine, Memory
 from vringlab.lab.guest import Guest, GuestSpec
 from vringlab.settings import settings
-from vringlab.transport.ssh import Machine
+from vringlab.transport.ssh import Machine, Process
 
 #: Raise it when what is kept of a lab changes in a way that the digest does not see.
 _FORMAT = 1
@@ -42,6 +42,8 @@ _SPACE_GB = 1.5
 _KEPT = 8
 _QUIET_S = 30.0
 _SEED_BYTES = 64
+#: Setting a clock takes a quarter of a second under emulation.
+_WAKE_S = 30.0
 #: A lab's memory is compared in parts of this size.
 _PART = 64 << 10
 _ZEROES = bytes(_PART)
@@ -375,7 +377,7 @@ def restored(
                     memory=Memory(snapshot.memory, shared=False, state=snapshot.state),
                 )
             )
-            wake(host.machine)
+            host_wakes = _waking(host.machine)
             wrong = check.result()
         except InfrastructureError as error:
             wrong = check.result() or error.message
@@ -386,9 +388,22 @@ def restored(
                 remedy="it was removed; a lab is booted instead",
                 host="embedded",
             )
-        yield host, lambda: guest.taken_over(host, spec, snapshot.left, wake)
+
+        def awake(machine: Machine) -> None:
+            # Both at once: under emulation each takes a quarter of a second.
+            for waking in (_waking(machine), host_wakes):
+                done = waking.wait(_WAKE_S)
+                if done.returncode != 0:
+                    raise InfrastructureError(
+                        "the clock of a restored machine cannot be set",
+                        host="embedded",
+                        stderr=done.stderr,
+                        returncode=done.returncode,
+                    )
+
+        yield host, lambda: guest.taken_over(host, spec, snapshot.left, awake)
 
 
-def wake(machine: Machine) -> None:
+def _waking(machine: Machine) -> Process:
     """Set the clock of a machine that went on from a snapshot, and reseed its random numbers."""
-    machine.run(["vringlab-wake", f"{time.time():.6f}"], input=os.urandom(_SEED_BYTES))
+    return machine.start(["vringlab-wake", f"{time.time():.6f}"], input=os.urandom(_SEED_BYTES))
