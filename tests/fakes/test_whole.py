@@ -282,7 +282,7 @@ def test_modules_are_pruned_unpacked_and_the_initrds_among_them(
     kernel = BaseKernel("debian:6.1", "6.1.0-57-amd64", "6.1.192-3", "bookworm")
     bundle.pack(tree, kernel, tools, target, Recipe(), silent)
     assert (target / "vmlinux").read_bytes() == b"\x7fELF kernel"
-    initrd = gzip.decompress((target / "initrd").read_bytes())
+    initrd = (target / "initrd").read_bytes()
     for part in (b"squashfs.ko", b"overlay.ko", b"busybox", b"lowerdir=/mod:/ro"):
         assert part in initrd
     # Without the bus that it sits on, the disk would never appear.

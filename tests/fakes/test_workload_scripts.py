@@ -546,7 +546,7 @@ def test_a_testpmd_without_a_log() -> None:
 
 def test_a_testpmd_that_stopped_printing() -> None:
     lab = Pktgen().lab()
-    lab.host.answers["tail -c"] = ("", "", STILL_RUNNING)
+    lab.host.answers["tail -c"] = ("", "Killed\n", 137)
     with pytest.raises(TransientError) as caught:
         run_pktgen(lab)
     assert "testpmd" in caught.value.remedy

@@ -274,7 +274,7 @@ def _build(recipe: Recipe, target: Path, digest: str, on_step: OnStep) -> None:
         folder.mkdir()
         # mmdebstrap reads these as another user when it runs rootless.
         folder.chmod(0o755)
-    for name in ("setup", "net-up", "swap-module"):
+    for name in ("mounts", "setup", "net-up", "swap-module"):
         shutil.copy(FILES / name, prefix / name)
     for name in ("inittab", "sshd_config"):
         shutil.copy(FILES / name, etc / name)
@@ -288,6 +288,7 @@ def _build(recipe: Recipe, target: Path, digest: str, on_step: OnStep) -> None:
     # In the root too: lab hosts start their guests from there.
     with tarfile.open(tar, "a") as archive:
         archive.add(target / "vmlinux", f"./boot/vmlinux-{release}")
+        archive.add(target / "initrd", "./boot/initrd")
     _pack(tar, target / "root.squashfs")
     packages = dict(line.split("\t", 1) for line in listing.decode().splitlines() if "\t" in line)
     manifest = {

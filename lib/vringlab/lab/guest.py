@@ -246,7 +246,7 @@ def qemu_argv(
             "-kernel",
             f"{kernel_folder}/{file}" if kernel_folder else f"/boot/{file}-{release}",
             "-initrd",
-            f"{kernel_folder or WORK}/initrd",
+            f"{kernel_folder or '/boot'}/initrd",
         ),
         *("-append", " ".join(append.split())),
         *("-drive", f"file={root_disk},if=none,id=root,format=raw,readonly=on,file.locking=off"),
@@ -298,29 +298,25 @@ def _deliver(host: HostMachine, kernel: KernelBundle) -> str:
 
 
 def prepare_host(host: HostMachine) -> None:
-    """Make the host ready for guests: work folder, initrd, TAP. Repeating it changes nothing.
+    """Make the host ready for guests: work folder and TAP devices. Repeating it changes nothing.
 
     Raises:
-        InfrastructureError: KVM, vhost or TUN is missing on the host.
+        InfrastructureError: KVM, vhost or TUN is missing on the host, or a right to use it.
     """
-    machine = host.machine
-    machine.run(
-        "for device in kvm vhost-vsock vhost-net net/tun; do "
-        'if ! [ -c "/dev/$device" ]; then echo "/dev/$device is missing" >&2; exit 1; fi; done; '
-        f"mkdir -p {WORK}",
-        remedy="load kvm_amd or kvm_intel, vhost_vsock, vhost_net and tun on the KVM host",
-    )
-    machine.put(host.image.initrd, f"{WORK}/initrd")
     taps = {_TAP: _HOST_ADDRESS, vhost_nic.TAP: vhost_nic.HOST_ADDRESS}
     for tap in taps:
         host.on_change(f"[ ! -d /sys/class/net/{tap} ] || ip link delete {tap}")
-    machine.run(
-        " && ".join(
-            f"{{ ip link show {tap} >/dev/null 2>&1 || {{ ip tuntap add {tap} mode tap && "
-            f"ip addr add {address}/24 dev {tap}; }} && ip link set {tap} up; }}"
-            for tap, address in taps.items()
-        ),
-        remedy="the guest's networks need rights to make TAP devices on the KVM host",
+    networks = "".join(
+        f" && {{ [ -d /sys/class/net/{tap} ] || {{ ip tuntap add {tap} mode tap && "
+        f"ip addr add {address}/24 dev {tap}; }}; }} && ip link set {tap} up"
+        for tap, address in taps.items()
+    )
+    host.machine.run(
+        "for device in kvm vhost-vsock vhost-net net/tun; do "
+        'if ! [ -c "/dev/$device" ]; then echo "/dev/$device is missing" >&2; exit 1; fi; done; '
+        f"mkdir -p {WORK}{networks}",
+        remedy="load kvm_amd or kvm_intel, vhost_vsock, vhost_net and tun on the KVM host; the "
+        "guest's networks need rights to make TAP devices there",
     )
 
 

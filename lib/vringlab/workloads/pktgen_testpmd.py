@@ -16,7 +16,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from vringlab.errors import InfrastructureError
+from vringlab.errors import InfrastructureError, TransientError
 from vringlab.lab.guest import WORK, VhostUserNic
 from vringlab.lab.lab import Lab
 from vringlab.transport.local import Completed
@@ -35,6 +35,8 @@ _PACKED_BIT = 34
 _REPORT_BYTES = 4000
 #: Sections of a timed run's output.
 _TIMED = ("before", "before-kicks", "after", "after-kicks", "result")
+#: The first of them after the stream.
+_STOPPED = "after"
 #: testpmd drops all of them: no such machine exists.
 _SINK_MAC = "52:54:00:76:6e:01"
 
@@ -117,7 +119,7 @@ def _timed_script(device: str, irq: str, cpu: int, seconds: float) -> str:
             f"sleep {seconds:g}",
             "echo stop > /proc/net/pktgen/pgctrl",
             "wait",
-            "echo '@@ after'",
+            f"echo '@@ {_STOPPED}'",
             count % "after",
             "echo '@@ result'",
             f"show {target}",
@@ -161,6 +163,7 @@ class PktgenTestpmd:
 
         Raises:
             InfrastructureError: the device or its interrupt is missing, or a tool failed.
+            TransientError: testpmd says nothing any more, or a machine was lost.
         """
         assert isinstance(params, PktgenParams)
         guest, host = lab.guest.machine, lab.host.machine
@@ -192,18 +195,34 @@ class PktgenTestpmd:
 
         cpu = _PKTGEN_CPU if params.irq == "same" else _OTHER_CPU
         started = datetime.now(UTC).isoformat(timespec="milliseconds")
-        timed = guest.run(
-            _timed_script(device, irq, cpu, duration_s), timeout=duration_s + _MARGIN_S
-        ).stdout
-        # The next report is the first with all that was sent; testpmd flushes each as a whole.
+        limit = duration_s + _MARGIN_S
+        script = _timed_script(device, irq, cpu, duration_s)
+        sending = guest.start(f"exec timeout -s KILL {limit:g} sh -c {shlex.quote(script)}")
+        sending.wait_for(f"@@ {_STOPPED}", limit)
+        # The next report is the first with all that was sent; testpmd flushes each as a whole. It
+        # is waited for while the guest reads its counters.
         begin = max(0, offset - _REPORT_BYTES * len(lab.guest.nics))
-        reports = host.run(
-            f"n=$(grep -c '^Port stat' {log}); "
-            f"while [ $(grep -c '^Port stat' {log}) = $n ]; do busybox usleep 20000; done; "
-            f"busybox usleep 50000; tail -c +{begin + 1} {log}",
-            timeout=_MARGIN_S,
-            remedy="testpmd stopped printing reports; see whether it still runs",
-        ).stdout
+        reporting = host.start(
+            f"exec timeout -s KILL {_MARGIN_S:g} sh -c "
+            + shlex.quote(
+                f"n=$(grep -c '^Port stat' {log}); "
+                f"while [ $(grep -c '^Port stat' {log}) = $n ]; do busybox usleep 20000; done; "
+                f"busybox usleep 50000; tail -c +{begin + 1} {log}"
+            )
+        )
+        timed = sending.wait(_MARGIN_S).stdout
+        # Killed over there before our patience ends.
+        reported = reporting.wait(2 * _MARGIN_S)
+        reports = reported.stdout
+        if reported.returncode != 0:
+            raise TransientError(
+                "testpmd stopped printing reports",
+                remedy="see whether it still runs on the KVM host",
+                host=host.name,
+                stdout=reports,
+                stderr=reported.stderr,
+                returncode=reported.returncode,
+            )
 
         found = sections(timed)
         if missing := [name for name in _TIMED if name not in found]:
