@@ -274,7 +274,7 @@ def _build(recipe: Recipe, target: Path, digest: str, on_step: OnStep) -> None:
         folder.mkdir()
         # mmdebstrap reads these as another user when it runs rootless.
         folder.chmod(0o755)
-    for name in ("mounts", "setup", "net-up", "swap-module"):
+    for name in ("setup", "net-up", "swap-module"):
         shutil.copy(FILES / name, prefix / name)
     for name in ("inittab", "sshd_config"):
         shutil.copy(FILES / name, etc / name)
