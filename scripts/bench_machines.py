@@ -76,12 +76,12 @@ class _Labs:
         bench.lab_mark.touch()
         try:
             begin = time.monotonic()
-            told = self._vringlab("up", "--for", _IDLE).stderr
-            answer = self._vringlab("shell", "--", "uname", "-r").stdout.strip()
+            done = self._vringlab("up", "--for", _IDLE, "--", "uname", "-r")
             seconds = time.monotonic() - begin
         finally:
             self._vringlab("down")
             bench.lab_mark.unlink()
+        answer, told = done.stdout.strip(), done.stderr
         if answer != bench.image.release or (_RESTORED in told) != self._saved:
             raise InfrastructureError(
                 f"the lab was not {'restored' if self._saved else 'booted'}, or its guest does "
@@ -117,8 +117,8 @@ def _against_virtme(bench: Bench, row: str, *, saved: bool, at_most: float) -> L
     virtme.boot()
     return Line(
         row,
-        f"`vringlab up` {'from a saved lab' if saved else 'without a saved lab'}, then "
-        "`vringlab shell -- uname -r`: a KVM host and a guest on it",
+        f"`vringlab up -- uname -r` {'from' if saved else 'without'} a saved lab: a KVM host and "
+        "a guest on it",
         f"virtme-ng {bench_peers.VIRTME_NG}, `vng --run vmlinuz -- uname -r`: one guest",
         in_turn(bench.pairs, labs.seconds, virtme.boot, bench.say),
         at_most=at_most,

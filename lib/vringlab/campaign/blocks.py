@@ -382,7 +382,7 @@ class HostRun:
         campaign.going_on()
         with campaign.lock:
             identity = campaign.store.begin_boot(planned, self.name if campaign.several else "")
-        self._tell("boot", f"booting guest {identity}", identity)
+        self._tell("boot", f"starting guest {identity}", identity)
         start = time.monotonic()
         with self.budget.phase("boot"):
             self.session.boot(identity, campaign.options, edition)
