@@ -16,7 +16,6 @@ import struct
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, Self
 
 import numpy as np
@@ -354,8 +353,7 @@ def located(elf: ModuleFile, module: str, addresses: dict[str, int]) -> list[Fun
 def kernel_code(machine: Machine, side: Side) -> Code:
     """Where the functions of a kernel and of all its modules are now, from /proc/kallsyms.
 
-    It takes some seconds on an emulated host, and more in its guest; one that runs the same kernel
-    has it at the same addresses (`same_kernel`).
+    It takes about a second on an emulated host, and two in its guest.
 
     Raises:
         InfrastructureError: it cannot be read.
@@ -372,15 +370,6 @@ def kernel_code(machine: Machine, side: Side) -> Code:
             host=machine.name,
         )
     return Code(side, functions)
-
-
-def same_kernel(code: Code, side: Side) -> Code:
-    """The kernel of another machine that runs the same one, without its modules.
-
-    Only kernels that boot without address randomisation are at the same addresses: those of
-    emulated hosts and guests, which are not started through their decompressor.
-    """
-    return Code(side, tuple(item for item in code.functions if item.module is None))
 
 
 def parse_symbols(text: str) -> tuple[Function, ...]:
@@ -448,7 +437,15 @@ class Profile:
         function: str | None = None,
         vcpus: Sequence[int] | None = None,
     ) -> int:
-        """Instructions of the rows that match, on some processors of the host or on all."""
+        """Instructions of the rows that match, on some processors of the host or on all.
+
+        Args:
+            side: Only of that side.
+            areas: Only of these areas.
+            function: Only of the function of that name, whichever module has it.
+            vcpus: Only on these processors of the host, by their numbers there: leave out those
+                that poll, where the guest's are pinned one to one.
+        """
         wanted = None if areas is None else frozenset(areas)
         return sum(
             row.instructions(vcpus)
@@ -524,8 +521,3 @@ def _notes(reading: Reading, codes: Sequence[Code]) -> tuple[str, ...]:
             "the counter had no room for all blocks: some of the kernels is not by function"
         )
     return tuple(notes)
-
-
-def missing(image_counter: Path) -> str:
-    """Why a plugin cannot be used; empty when it is there."""
-    return "" if image_counter.is_file() else "the image has no instruction counter"

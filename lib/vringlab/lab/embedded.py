@@ -23,7 +23,6 @@ from pathlib import Path
 
 from vringlab.errors import InfrastructureError, TransientError
 from vringlab.image.build import Image
-from vringlab.lab import counter
 from vringlab.lab.accel import QEMU, QEMU_MISSING, Accelerator, qemu_of
 from vringlab.lab.counter import Counter
 from vringlab.lab.qmp import Monitor
@@ -420,7 +419,7 @@ def _count_refusal(image: Image, accelerator: Accelerator) -> str:
     """Why the instructions of a host cannot be counted; empty when that can be tried."""
     if accelerator.name != "tcg":
         return "the embedded host runs under KVM: only an emulated one counts instructions"
-    return counter.missing(image.counter)
+    return "" if image.counter.is_file() else "the image has no instruction counter"
 
 
 @contextlib.contextmanager

@@ -49,7 +49,9 @@
 
 #define TOP_BIT ((uint64_t)1 << 63)
 /* The kernels of an embedded host and its guest have some 200 thousand blocks together. */
+#ifndef SLOTS
 #define SLOTS (1u << 19)
+#endif
 #define BUCKETS (2 * SLOTS)
 
 enum side { HOST, GUEST, SIDES };
