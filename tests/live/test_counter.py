@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from vringlab.errors import InfrastructureError
 from vringlab.image.build import Image
 from vringlab.kernels.base import resolve
 from vringlab.kernels.buildroot import ensure_buildroot
@@ -20,7 +21,7 @@ from vringlab.kernels.source import ModuleSource
 from vringlab.lab import accel, counter, embedded, guest
 from vringlab.lab.counter import Counter, Profile, Reading
 from vringlab.lab.lab import Lab
-from vringlab.lab.swap import swap
+from vringlab.lab.swap import swap, swap_host
 from vringlab.transport.ssh import Machine
 
 # A cold cache fetches some 300 MB first.
@@ -30,6 +31,8 @@ TCG = accel.Accelerator("tcg", "only an emulated host counts")
 TOY = ModuleSource("vringlab_toy", "drivers/toy", ("vringlab_toy",))
 #: Two instructions each.
 SHORT, LONG = 1000, 6000
+#: What goes on beside them, some million instructions a second, is to be a small share.
+CALLS = (1000, 5000)
 SOURCE = f"""\
 #include <linux/module.h>
 
@@ -142,17 +145,17 @@ def test_a_longer_transmit_path_is_found_in_its_function(
         code = counter.module_code(machine, "guest", arms[name])
         assert code.notes == ()
         profiles: list[Profile] = []
-        for times in (300, 1500):
+        for times in CALLS:
             delta = counted(counting, machine, f"echo {times} {send}")
             profiles.append(counter.attribute(delta, [*kernels, code]))
             assert profiles[-1].total() == sum(delta.total())
             assert profiles[-1].notes == ()
         few, many = profiles
-        slopes[name].append((many.total() - few.total()) / 1200)
+        slopes[name].append((many.total() - few.total()) / (CALLS[1] - CALLS[0]))
         inside[name] = (
             many.total(function="toy_transmit", areas=["module"], side="guest")
             - few.total(function="toy_transmit", areas=["module"], side="guest")
-        ) / 1200
+        ) / (CALLS[1] - CALLS[0])
         busiest = next(row for row in many.rows if row.function is not None)
         assert (busiest.module, busiest.function) == (TOY.name, "toy_transmit")
     print(slopes, inside)
@@ -163,6 +166,25 @@ def test_a_longer_transmit_path_is_found_in_its_function(
     # And in the whole system, with all that goes on beside it.
     whole = sum(slopes["long"]) / 2 - sum(slopes["short"]) / 2
     assert whole == pytest.approx(expected, rel=0.05)
+
+
+def test_one_module_on_both_sides_is_two(
+    lab: Lab, counting: Counter, arms: dict[str, BuiltModule]
+) -> None:
+    swap(lab.guest, arms["short"])
+    swap_host(lab.host, None, arms["short"])
+    machines: dict[counter.Side, Machine] = {"host": lab.host.machine, "guest": lab.guest.machine}
+    codes = [
+        counter.module_code(machine, side, arms["short"]) for side, machine in machines.items()
+    ]
+    for side, machine in machines.items():
+        delta = counted(counting, machine, f"echo 1000 > /sys/module/{TOY.name}/parameters/send")
+        profile = counter.attribute(delta, codes)
+        inside = {name: profile.total(side=name, function="toy_transmit") for name in machines}
+        assert inside.pop(side) == pytest.approx(1000 * 2 * SHORT, rel=0.01)
+        assert [*inside.values()] == [0]
+    with pytest.raises(InfrastructureError, match="is not loaded"):
+        counter.module_code(machines["host"], "host", replace(arms["short"], module="other_toy"))
 
 
 def test_a_loop_in_user_space_is_counted_where_it_ran(
