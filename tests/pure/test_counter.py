@@ -101,6 +101,7 @@ KALLSYMS = f"""\
 {KERNEL + 0x10:x} T send
 {KERNEL + 0x40:x} t default_idle
 {KERNEL + 0x60:x} D jiffies
+{KERNEL + 0x70:x} T native_queued_spin_lock_slowpath
 {KERNEL + 0x80:x} W weak.cold
 {MODULE:x} t old_function\t[old]
 {MODULE + 0x100:x} t another\t[kvm]
@@ -113,6 +114,7 @@ def test_functions_go_on_to_the_next_symbol() -> None:
         Function(KERNEL, KERNEL + 0x10, "startup"),
         Function(KERNEL + 0x10, KERNEL + 0x40, "send"),
         Function(KERNEL + 0x40, KERNEL + 0x60, "default_idle"),
+        Function(KERNEL + 0x70, KERNEL + 0x80, "native_queued_spin_lock_slowpath"),
         Function(KERNEL + 0x80, MODULE, "weak"),
         Function(MODULE, MODULE + 0x100, "old_function", "old"),
         Function(MODULE + 0x100, MODULE + 0x200, "another", "kvm"),
@@ -186,6 +188,7 @@ def test_each_instruction_has_one_owner() -> None:
             ("guest", MODULE + 0x1008, (0, 3)),
             ("guest", KERNEL + 0x44, (50, 0)),
             ("guest", KERNEL + 0x60, (0, 9)),
+            ("host", KERNEL + 0x7C, (8, 0)),
         ],
         beyond=((0, 0), (0, 4)),
     )
@@ -196,6 +199,7 @@ def test_each_instruction_has_one_owner() -> None:
         ("guest", "idle", None, "default_idle"): 50,
         ("host", "user", None, None): 30,
         ("guest", "kernel", None, None): 13,
+        ("host", "spin", None, "native_queued_spin_lock_slowpath"): 8,
         ("guest", "kernel", None, "send"): 7,
         ("host", "kernel", None, "send"): 5,
         # What lies at the same address on the other side is another module.
@@ -217,10 +221,29 @@ def test_what_cannot_be_told_apart_is_said() -> None:
     assert rows(profile)["host", "kernel", None, None] == 8
     assert profile.notes == (
         "toy has no symbols",
-        "the host's kernel is not by function, and its idle loop not told apart",
-        "the guest's kernel is not by function, and its idle loop not told apart",
+        "the host's kernel is not by function, and what it did to wait not told apart",
+        "the guest's kernel is not by function, and what it did to wait not told apart",
     )
     assert profile.total() == sum(reading().total())
+
+
+def test_profiles_of_two_sizes_have_a_difference() -> None:
+    codes = [toy()]
+    few = counter.attribute(reading(blocks=[BLOCKS[0], BLOCKS[2]]), codes)
+    many = counter.attribute(
+        reading(blocks=[("guest", MODULE + 0x20, (150, 260)), BLOCKS[1]]), codes
+    )
+    found = many - few
+    assert rows(found) == {
+        ("guest", "module", "toy", "transmit"): 110,
+        ("guest", "kernel", None, None): 7,
+        ("host", "kernel", None, None): -5,
+        ("host", "user", None, None): 0,
+        ("guest", "user", None, None): 0,
+    }
+    assert found.rows[0].vcpus == (50, 60)
+    assert found.total() == many.total() - few.total()
+    assert found.notes == many.notes == few.notes
 
 
 def test_nothing_counted_is_nothing() -> None:

@@ -27,8 +27,9 @@ from vringlab.kernels.module import BuiltModule
 from vringlab.transport.ssh import Machine
 
 Side = Literal["host", "guest"]
-#: What kind of code it was; `module`: of the modules that were asked for, else `kernel`.
-Area = Literal["user", "kernel", "idle", "module"]
+#: What kind of code it was. `module`: of the modules that were asked for; `idle`: a kernel that has
+#: nothing to do; `spin`: one that waits for another processor by turning round; else `kernel`.
+Area = Literal["user", "kernel", "idle", "spin", "module"]
 
 #: In the plugin's order.
 SIDES: tuple[Side, ...] = ("host", "guest")
@@ -52,6 +53,17 @@ IDLE_FUNCTIONS = frozenset(
         *("cpuidle_select", "cpuidle_reflect", "menu_select", "menu_reflect", "haltpoll_select"),
         *("tick_nohz_idle_enter", "tick_nohz_idle_exit", "tick_nohz_idle_stop_tick"),
         *("tick_nohz_idle_restart_tick", "tick_nohz_idle_got_tick", "tick_nohz_idle_retain_tick"),
+    }
+)
+
+#: Where a kernel turns round until another processor has done something (kernel/locking,
+#: kernel/smp.c, arch/x86/lib/delay.c): how often says how busy this machine was, not what there
+#: was to do.
+SPIN_FUNCTIONS = frozenset(
+    {
+        *("native_queued_spin_lock_slowpath", "__pv_queued_spin_lock_slowpath"),
+        *("queued_read_lock_slowpath", "queued_write_lock_slowpath", "osq_lock"),
+        *("mutex_spin_on_owner", "rwsem_spin_on_owner", "csd_lock_wait", "delay_tsc"),
     }
 )
 
@@ -455,6 +467,36 @@ class Profile:
             and function in (None, row.function)
         )
 
+    def __sub__(self, other: Profile) -> Profile:
+        """Row by row, what this one has more than another; less than nothing where it has less.
+
+        Of the same work in two sizes, that is what the additional work took.
+        """
+        sums: dict[tuple[Side, Area, str | None, str | None], tuple[int, ...]] = {}
+        for profile, sign in ((self, 1), (other, -1)):
+            for row in profile.rows:
+                key = (row.side, row.area, row.module, row.function)
+                before = sums.get(key, (0,) * len(row.vcpus))
+                pairs = zip(before, row.vcpus, strict=True)
+                sums[key] = tuple(old + sign * new for old, new in pairs)
+        notes = tuple(dict.fromkeys((*self.notes, *other.notes)))
+        return Profile(_sorted(Row(*key, counts) for key, counts in sums.items()), notes)
+
+
+def _sorted(rows: Iterable[Row]) -> tuple[Row, ...]:
+    return tuple(
+        sorted(
+            rows,
+            key=lambda row: (
+                -sum(row.vcpus),
+                row.side,
+                row.area,
+                row.module or "",
+                row.function or "",
+            ),
+        )
+    )
+
 
 def attribute(reading: Reading, codes: Sequence[Code]) -> Profile:
     """Whose instructions a difference of two readings has.
@@ -465,7 +507,7 @@ def attribute(reading: Reading, codes: Sequence[Code]) -> Profile:
             own list may be of a time before the arm was loaded.
 
     Returns:
-        The profile. Without the kernel's functions its idle loop is not told apart.
+        The profile. Without a kernel's functions its `idle` and `spin` are not told from the rest.
     """
     sums: dict[tuple[Side, Area, str | None, str | None], NDArray[np.uint64]] = {}
 
@@ -489,14 +531,24 @@ def attribute(reading: Reading, codes: Sequence[Code]) -> Profile:
             at = _places(addresses, functions)
             for place in np.unique(at[at >= 0]):
                 function = functions[place]
-                idle = not tested and function.name in IDLE_FUNCTIONS
-                area: Area = "module" if tested else "idle" if idle else "kernel"
-                add(side, area, function, blocks[:, at == place].sum(axis=1, dtype=np.uint64))
+                add(
+                    side,
+                    _area(function, tested),
+                    function,
+                    blocks[:, at == place].sum(axis=1, dtype=np.uint64),
+                )
             addresses, blocks = addresses[at < 0], blocks[:, at < 0]
         add(side, "kernel", None, blocks.sum(axis=1, dtype=np.uint64))
-    rows = [Row(*key, tuple(int(value) for value in counts)) for key, counts in sums.items()]
-    rows.sort(key=lambda row: (-sum(row.vcpus), row.side, row.area, row.function or ""))
-    return Profile(tuple(rows), _notes(reading, codes))
+    rows = (Row(*key, tuple(int(value) for value in counts)) for key, counts in sums.items())
+    return Profile(_sorted(rows), _notes(reading, codes))
+
+
+def _area(function: Function, tested: bool) -> Area:
+    if tested:
+        return "module"
+    if function.name in IDLE_FUNCTIONS:
+        return "idle"
+    return "spin" if function.name in SPIN_FUNCTIONS else "kernel"
 
 
 def _places(addresses: Numbers, functions: Sequence[Function]) -> NDArray[np.int64]:
@@ -512,7 +564,7 @@ def _places(addresses: Numbers, functions: Sequence[Function]) -> NDArray[np.int
 def _notes(reading: Reading, codes: Sequence[Code]) -> tuple[str, ...]:
     notes = [note for code in codes for note in code.notes]
     notes += [
-        f"the {side}'s kernel is not by function, and its idle loop not told apart"
+        f"the {side}'s kernel is not by function, and what it did to wait not told apart"
         for side in SIDES
         if not any(code.side == side and not code.tested for code in codes)
     ]
