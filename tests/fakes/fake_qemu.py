@@ -1,27 +1,38 @@
 """A program that stands in for the embedded host's QEMU: console, monitor and sshd, no machine.
 
 `FAKE_QEMU` says how it behaves: `works`, `dies`, `port-taken N` for the first N calls, and when it
-is to be saved `full` (no space left) or `stuck` (never done). A machine that goes on from a state
-answers once it was told to. `FAKE_QEMU_KEYS` is the folder of the keys and of what it notes.
+is to be saved `full` (no space left) or `stuck` (never done). With an instruction counter it ends
+with `no-plugins` and `old-plugins`, and with `counts WHAT` it answers for so many processors, or
+`nonsense`, or `nothing`. A machine that goes on from a state answers once it was told to.
+`FAKE_QEMU_KEYS` is the folder of the keys and of what it notes.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import socket
 import sys
+import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from tests.fakes.counter_answer import answer
 from tests.fakes.qmp_server import GREETING, requests, respond, send
 from tests.fakes.ssh_server import Key, Keys, SshServer
 
 THREADS = (71, 72, 73, 74)
 #: What a state begins with; the rest is not looked at.
 STATE = b"state of a fake"
+#: QEMU's words when it ends because of a plugin.
+PLUGIN_WORDS = {
+    "no-plugins": "-plugin: plugin interface not enabled in this build",
+    "old-plugins": "Could not load plugin vringlab-count.so: plugin requires API version 3, but "
+    "this QEMU supports only a minimum version of 5",
+}
 FULL = "Unable to write to file: No space left on device"
 
 
@@ -76,6 +87,18 @@ def _boot(console: Path) -> None:
             memory.truncate(4 << 20)
 
 
+def _count(connection: socket.socket, what: str) -> None:
+    """What the plugin does: each reading has one instruction more for each processor."""
+    with connection:
+        for times in itertools.count(1):
+            if connection.recv(1) != b"r" or what == "nothing":
+                return
+            if what == "nonsense":
+                connection.sendall(bytes(1000))
+            else:
+                connection.sendall(answer(user=[[times] * int(what)] * 2))
+
+
 def main() -> None:
     folder = Path(os.environ["FAKE_QEMU_KEYS"])
     console = Path(_option(r"file:(\S+console\S+)"))
@@ -89,6 +112,12 @@ def main() -> None:
     if behaviour == "dies":
         console.write_text("Linux version 6.12\nKernel panic - not syncing\n")
         sys.exit("qemu: cannot set up guest memory: Cannot allocate memory")
+    if "-plugin" in sys.argv:
+        if words := PLUGIN_WORDS.get(behaviour):
+            sys.exit(f"qemu-system-x86_64: {words}")
+        plugin = socket.socket(fileno=int(_option(r"vringlab-count\.so,fd=(\d+)")))
+        what = count if behaviour == "counts" else str(len(THREADS))
+        threading.Thread(target=_count, args=(plugin, what), daemon=True).start()
     keys = Keys(*(Key(folder / name, (folder / f"{name}.pub").read_text()) for name in KEYS))
     monitor = socket.socket(fileno=int(_option(r"id=qmp,fd=(\d+)")))
     # Where the programs that stand in for those of the machine write to.

@@ -143,3 +143,91 @@ def test_what_is_emulated_is_not_asked_of_kvm(bench: Bench) -> None:
         # Reached from this machine alone, and reaching nobody.
         assert "restrict=on,hostfwd=tcp:127.0.0.1:2222-:22" in text
         assert "readonly=on" in text
+
+
+# --- instruction counter ---------------------------------------------------------------------
+
+
+def with_plugin(bench: Bench) -> Image:
+    bench.image.counter.write_bytes(b"plugin")
+    return bench.image
+
+
+def test_without_being_asked_for_there_is_no_counter(bench: Bench) -> None:
+    with embedded_host(with_plugin(bench), TCG) as host:
+        assert (host.counter, host.count_refusal) == (None, "not asked for")
+        assert "-plugin" not in host.qemu_argv
+        assert "plugin" not in " ".join(
+            embedded.qemu_argv(bench.image, TCG, 2222, Path("/console"), 9)
+        )
+
+
+def test_a_host_that_counts_is_read_as_often_as_one_likes(bench: Bench) -> None:
+    with embedded_host(with_plugin(bench), TCG, count_instructions=True) as host:
+        assert host.count_refusal == ""
+        assert host.counter is not None
+        before = host.counter.read()
+        assert (host.counter.read() - before).total() == (2,) * len(THREADS)
+    assert bench.nothing_left()
+    # The file is closed with the block.
+    with pytest.raises(InfrastructureError, match="cannot be read"):
+        host.counter.read()
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("no-plugins", "plugin interface not enabled in this build"),
+        ("old-plugins", "plugin requires API version 3"),
+    ],
+)
+def test_a_qemu_that_does_not_take_the_plugin_is_started_without(
+    bench: Bench, how: str, words: str
+) -> None:
+    bench.behaves(how)
+    steps: list[str] = []
+    with embedded_host(
+        with_plugin(bench), TCG, count_instructions=True, on_step=steps.append
+    ) as host:
+        assert host.machine.run("echo up").stdout == "up\n"
+        assert host.counter is None
+        assert words in host.count_refusal
+        assert steps[-1] == f"{host.count_refusal}; booting without it"
+    assert len(bench.calls) == 2
+    assert bench.nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("8", "it counts 8 processors, the host has 4"),
+        ("nonsense", "is not of version 1"),
+        ("nothing", "it hung up"),
+    ],
+)
+def test_a_counter_that_cannot_be_read_is_none(bench: Bench, how: str, why: str) -> None:
+    bench.behaves(f"counts {how}")
+    with embedded_host(with_plugin(bench), TCG, count_instructions=True) as host:
+        assert host.machine.run("echo up").stdout == "up\n"
+        assert host.counter is None
+        assert why in host.count_refusal
+    assert len(bench.calls) == 1
+
+
+def test_a_host_that_cannot_count_says_why(bench: Bench) -> None:
+    with embedded_host(bench.image, TCG, count_instructions=True) as host:
+        assert host.count_refusal == "the image has no instruction counter"
+    kvm = Accelerator("kvm", "a probe guest booted")
+    with embedded_host(with_plugin(bench), kvm, count_instructions=True) as host:
+        assert "only an emulated one counts" in host.count_refusal
+        assert "-plugin" not in host.qemu_argv
+
+
+def test_a_qemu_that_ends_for_another_reason_is_not_tried_without(bench: Bench) -> None:
+    bench.behaves("dies")
+    with (
+        pytest.raises(InfrastructureError, match="ended while it booted"),
+        embedded_host(with_plugin(bench), TCG, count_instructions=True),
+    ):
+        raise AssertionError("it cannot be up")
+    assert len(bench.calls) == 1

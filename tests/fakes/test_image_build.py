@@ -102,8 +102,8 @@ class Workshop:
         script(self.bin / "unshare", 'shift 3; exec "$@"')
         script(
             self.bin / "make",
-            'for word; do case $word in OUT=*) echo tool > "${word#OUT=}/vringlab-pingpong";; '
-            "esac; done",
+            "for word; do case $word in plugin) made=vringlab-count.so;; "
+            'OUT=*) echo tool > "${word#OUT=}/${made-vringlab-pingpong}";; esac; done',
         )
         script(self.bin / "tar2sqfs", 'for last; do :; done; cat > "$last"')
         self.mmdebstrap(f"cat {self.tar}")
@@ -329,6 +329,7 @@ def test_qemu_comes_with_its_libraries_and_firmware() -> None:
     }
     wrapper = found.pop("qemu-system-x86_64").decode()
     assert "exec" in wrapper
+    assert found.pop("vringlab-count.so") == b"tool\n"
     assert found == {
         "lib/qemu-system-x86_64": b"QEMU",
         "lib/loader": b"loader",

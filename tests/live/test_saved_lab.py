@@ -69,6 +69,26 @@ def test_restored_labs_differ_in_clock_and_random_numbers_and_are_one_boot(
         assert any(metric.name == "rtt_mean" for metric in outcome.metrics), outcome.reason
 
 
+def test_a_restored_lab_counts_instructions_on_their_side(
+    image: Image, chosen: accel.Accelerator, saved: Snapshot
+) -> None:
+    """Though the lab was saved without a counter."""
+    with ExitStack() as stack:
+        host, waking = stack.enter_context(
+            snapshot.restored(saved, image, chosen, SPEC, count_instructions=True)
+        )
+        running = stack.enter_context(waking())
+        if host.counter is None:
+            assert "only an emulated one counts" in host.count_refusal
+            return
+        before = host.counter.read()
+        running.machine.run("i=0; while [ $i -lt 100000 ]; do i=$((i+1)); done")
+        here = host.counter.read() - before
+        in_host, in_guest = (int(counts.sum()) for counts in here.user)
+        assert in_guest > 20_000_000
+        assert in_host < in_guest / 5
+
+
 def test_damaged_snapshot_is_recognised_and_a_lab_is_booted_and_saved_again(
     image: Image, chosen: accel.Accelerator, saved: Snapshot
 ) -> None:

@@ -74,6 +74,11 @@ class Image:
         return self.folder / "qemu" / emulator.PROGRAM
 
     @property
+    def counter(self) -> Path:
+        """The plugin with which its QEMU counts instructions (`vringlab.lab.counter`)."""
+        return self.folder / "qemu" / "vringlab-count.so"
+
+    @property
     def client_key(self) -> Path:
         """Private key that lab host and guest accept; readable by its owner only."""
         return self.folder / "id_ed25519"
@@ -88,10 +93,13 @@ def load(folder: Path) -> Image | None:
     return Image(folder=folder, **values)
 
 
-def _compile_tools(target: Path) -> None:
-    """Build our C tools statically, so that the image's libc need not be this machine's."""
+def _compile(what: str, target: Path) -> None:
+    """Build our C tools (`all`), or the `plugin` of the image's QEMU.
+
+    The tools statically, so that the image's libc need not be this machine's.
+    """
     local.run(
-        ["make", "-s", "-C", str(SOURCES), "all", f"OUT={target}", "STATIC=1"],
+        ["make", "-s", "-C", str(SOURCES), what, f"OUT={target}", "STATIC=1"],
         timeout=120,
         remedy_missing="install make, gcc and libc6-dev, or run `make setup`",
         remedy="the tools of lib/vringlab/image/src need gcc and a static libc",
@@ -279,12 +287,13 @@ def _build(recipe: Recipe, target: Path, digest: str, on_step: OnStep) -> None:
     for name in ("inittab", "sshd_config"):
         shutil.copy(FILES / name, etc / name)
     on_step("compiling the measuring tools")
-    _compile_tools(prefix)
+    _compile("all", prefix)
     host_key = _make_keys(work, target, etc)
     on_step(f"building the root file system ({recipe.suite}, by mmdebstrap)")
     _debootstrap(recipe, work, tar)
     on_step("packing the root file system")
     release, listing = _read_members(tar, recipe.initrd_modules, target)
+    _compile("plugin", target / "qemu")
     # In the root too: lab hosts start their guests from there.
     with tarfile.open(tar, "a") as archive:
         archive.add(target / "vmlinux", f"./boot/vmlinux-{release}")

@@ -31,6 +31,28 @@ class _Section:
 
 
 @dataclass(frozen=True)
+class Symbol:
+    """A function's entry in the symbol table.
+
+    Attributes:
+        name: Its name.
+        section: Name of the section that it is in.
+        offset: Where it begins there, bytes.
+        size: Its length, bytes.
+    """
+
+    name: str
+    section: str
+    offset: int
+    size: int
+
+    @property
+    def base_name(self) -> str:
+        """Its name without what the compiler appends to one (`.isra.0`, `.cold`)."""
+        return self.name.partition(".")[0]
+
+
+@dataclass(frozen=True)
 class ModuleFile:
     """An ELF file, read.
 
@@ -103,13 +125,30 @@ class ModuleFile:
         One that the compiler put inside its callers is not there; what it appends to a name
         (`.isra.0`) is left out.
         """
+        return frozenset(symbol.base_name for symbol in self.symbols)
+
+    @property
+    def symbols(self) -> tuple[Symbol, ...]:
+        """The functions of its symbol table; empty when it was stripped of that."""
         table, names = self.section(".symtab"), self.section(".strtab")
-        found = set()
-        for name, info, _, section, _, _ in _SYMBOL.iter_unpack(table[: len(table) // 24 * 24]):
-            if info & 0xF == _STT_FUNC and section != 0:
-                end = names.find(b"\0", name)
-                found.add(names[name:end].decode("utf-8", "replace").partition(".")[0])
-        return frozenset(found)
+        found = []
+        for name, info, _, section, offset, size in _SYMBOL.iter_unpack(
+            table[: len(table) // _SYMBOL.size * _SYMBOL.size]
+        ):
+            # Numbers past the sections are reserved: absolute, common.
+            if info & 0xF == _STT_FUNC and 0 < section < len(self.sections):
+                text = names[name : names.find(b"\0", name)].decode("utf-8", "replace")
+                found.append(Symbol(text, self.sections[section].name, offset, size))
+        return tuple(found)
+
+    @property
+    def code(self) -> dict[str, int]:
+        """Bytes of machine code by section."""
+        return {
+            item.name: len(item.content)
+            for item in self.sections
+            if item.flags & _SHF_EXECINSTR and item.content
+        }
 
     @property
     def text_sha256(self) -> str:

@@ -8,18 +8,20 @@ parent-death signal ends it after kill -9, and `owner.reap` removes what a dead 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vringlab.errors import InfrastructureError, TransientError
 from vringlab.image.build import Image
 from vringlab.lab import owner
 from vringlab.lab.accel import QEMU, QEMU_MISSING, Accelerator, qemu_of
+from vringlab.lab.counter import Counter
 from vringlab.lab.qmp import Monitor
 from vringlab.settings import settings
 from vringlab.transport import local
@@ -57,6 +59,8 @@ class HostMachine:
             made. A host of ours ends with the run and need not remember.
         swap_refusal: Why its modules may not be replaced; empty when they may.
         lost_is_undone: Whether the host undoes all by itself when the connection is lost.
+        counter: Its instruction counter; None where there is none.
+        count_refusal: Why there is none; empty when there is.
     """
 
     machine: Machine
@@ -71,6 +75,8 @@ class HostMachine:
     on_change: Callable[[str], None] = lambda _: None
     swap_refusal: str = ""
     lost_is_undone: bool = False
+    counter: Counter | None = None
+    count_refusal: str = "not asked for"
 
 
 @dataclass(frozen=True)
@@ -103,8 +109,12 @@ def qemu_argv(
     console: Path,
     qmp: int,
     memory: Memory | None = None,
+    count: int | None = None,
 ) -> list[str]:
     """QEMU's command line.
+
+    `count` is the descriptor of the instruction counter's socket; without it there is no counter.
+    It changes nothing that a snapshot holds.
 
     Slab caches are not merged on this host, so that those of packets can be told from others
     (`vringlab.workloads.slab`). Measured without KVM, 4 boots each in turn: 8.6 to 9.8 s with
@@ -143,12 +153,17 @@ def qemu_argv(
         *("-serial", f"file:{console}"),
         *("-chardev", f"socket,id=qmp,fd={qmp}", "-mon", "chardev=qmp,mode=control"),
         *(_memory_argv(memory, limits.lab_memory_mib) if memory is not None else ()),
+        *(("-plugin", f"{_escaped(image.counter)},fd={count}") if count is not None else ()),
     ]
 
 
-def _memory_argv(memory: Memory, mib: int) -> tuple[str, ...]:
+def _escaped(path: Path) -> str:
     # A comma in the path would end it.
-    path = str(memory.file).replace(",", ",,")
+    return str(path).replace(",", ",,")
+
+
+def _memory_argv(memory: Memory, mib: int) -> tuple[str, ...]:
+    path = _escaped(memory.file)
     share = "on" if memory.shared else "off"
     return (
         "-object",
@@ -246,32 +261,72 @@ def migrated(monitor: Monitor) -> None:
         time.sleep(_POLL_S)
 
 
+class _NoCounter(InfrastructureError):  # noqa: N818 - told to nobody
+    """QEMU ended because of its plugin; it can be started without."""
+
+
+def _plugin_fault(stderr: str) -> str:
+    """QEMU's words if it ended because of the plugin; else nothing."""
+    words = [line.removeprefix(f"{QEMU}: ") for line in stderr.splitlines()]
+    return "; ".join(line for line in words if "plugin" in line or "vringlab-count" in line)
+
+
+@contextlib.contextmanager
+def _counting(ours: socket.socket, vcpus: int) -> Iterator[tuple[Counter | None, str]]:
+    """The counter of a host that is up, or why it cannot be read."""
+    with Counter(ours, vcpus) as made:
+        try:
+            made.read()
+        except InfrastructureError as error:
+            yield None, error.message
+        else:
+            yield made, ""
+
+
 @contextlib.contextmanager
 def _boot(
-    image: Image, accelerator: Accelerator, folder: Path, memory: Memory | None
+    image: Image, accelerator: Accelerator, folder: Path, memory: Memory | None, count: bool
 ) -> Iterator[HostMachine]:
     deadline = time.monotonic() + settings().boot_timeout
     port = _free_port()
     console, log = folder / "console.log", folder / "qemu.log"
-    ours, theirs = socket.socketpair()
-    argv = qemu_argv(image, accelerator, port, console, theirs.fileno(), memory)
     with contextlib.ExitStack() as stack:
-        stack.callback(ours.close)
-        stack.callback(theirs.close)
+        ours, theirs = (stack.enter_context(end) for end in socket.socketpair())
+        count_ours, count_theirs = (stack.enter_context(end) for end in socket.socketpair())
+        argv = qemu_argv(
+            image,
+            accelerator,
+            port,
+            console,
+            theirs.fileno(),
+            memory,
+            count_theirs.fileno() if count else None,
+        )
+        passed = [theirs.fileno(), *([count_theirs.fileno()] if count else [])]
         process = stack.enter_context(
-            local.companion(argv, log=log, remedy_missing=QEMU_MISSING, pass_fds=[theirs.fileno()])
+            local.companion(argv, log=log, remedy_missing=QEMU_MISSING, pass_fds=passed)
         )
         theirs.close()
+        count_theirs.close()
         owner.record(folder, process.pid)
-        if memory is None or memory.state is None:
-            _await_console(process, console, log, deadline)
-        monitor = stack.enter_context(_greeted(ours, process, log))
+        try:
+            if memory is None or memory.state is None:
+                _await_console(process, console, log, deadline)
+            monitor = stack.enter_context(_greeted(ours, process, log))
+        except InfrastructureError as error:
+            if count and (fault := _plugin_fault(error.stderr)):
+                raise _NoCounter(fault) from error
+            raise
         if memory is not None and memory.state is not None:
             _go_on(monitor, memory.state)
         address = Address("embedded", "127.0.0.1", port, "root", image.client_key, image.host_key)
         machine = stack.enter_context(
             Machine(address, timeout=max(10.0, deadline - time.monotonic()))
         )
+        threads = tuple(monitor.vcpu_threads())
+        found: tuple[Counter | None, str] = (None, "not asked for")
+        if count:
+            found = stack.enter_context(_counting(count_ours, len(threads)))
         yield HostMachine(
             machine=machine,
             kind=accelerator.host_kind,
@@ -279,9 +334,18 @@ def _boot(
             accelerator=accelerator,
             qemu_argv=tuple(argv),
             console=console,
-            vcpu_threads=tuple(monitor.vcpu_threads()),
+            vcpu_threads=threads,
             monitor=monitor,
+            counter=found[0],
+            count_refusal=found[1],
         )
+
+
+def _count_refusal(image: Image, accelerator: Accelerator) -> str:
+    """Why the instructions of a host cannot be counted; empty when that can be tried."""
+    if accelerator.name != "tcg":
+        return "the embedded host runs under KVM: only an emulated one counts instructions"
+    return "" if image.counter.is_file() else "the image has no instruction counter"
 
 
 @contextlib.contextmanager
@@ -291,6 +355,7 @@ def embedded_host(
     *,
     on_step: Callable[[str], None] = lambda _: None,
     memory: Memory | None = None,
+    count_instructions: bool = False,
 ) -> Iterator[HostMachine]:
     """Boot the embedded host, or let a paused one go on, and end it with the block.
 
@@ -301,6 +366,8 @@ def embedded_host(
         accelerator: From `accel.choose`.
         on_step: Told what is being done.
         memory: A file that is its memory, for a snapshot or from one.
+        count_instructions: Whether it shall have an instruction counter; where that is not
+            possible it comes up without, and `count_refusal` says why.
 
     Raises:
         InfrastructureError: QEMU is missing or ended; the console's last lines are in it.
@@ -308,15 +375,22 @@ def embedded_host(
     """
     if memory is None or memory.state is None:
         on_step(f"booting the embedded host ({accelerator.name}: {accelerator.reason})")
-    for attempt in range(1, _PORT_TRIES + 1):
+    refusal = _count_refusal(image, accelerator) if count_instructions else "not asked for"
+    for attempt in itertools.count(1):
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(owner.lab_folder())
             try:
-                host = stack.enter_context(_boot(image, accelerator, folder, memory))
+                host = stack.enter_context(
+                    _boot(image, accelerator, folder, memory, count=not refusal)
+                )
+            except _NoCounter as error:
+                refusal = f"QEMU does not take the instruction counter: {error.message}"
+                on_step(f"{refusal}; booting without it")
+                continue
             except TransientError as error:
                 # Another program took the port between our look and QEMU's bind.
                 if "host forwarding" in error.stderr and attempt < _PORT_TRIES:
                     continue
                 raise
-            yield host
+            yield host if not refusal else replace(host, count_refusal=refusal)
             return

@@ -348,6 +348,7 @@ def restored(
     spec: GuestSpec,
     *,
     on_step: OnStep = lambda _: None,
+    count_instructions: bool = False,
 ) -> Iterator[tuple[HostMachine, Callable[[], contextlib.AbstractContextManager[Guest]]]]:
     """Let a saved lab go on; it ends with the block.
 
@@ -357,6 +358,8 @@ def restored(
         accelerator: What it runs on.
         spec: The guest.
         on_step: Told what is being done.
+        count_instructions: See `embedded_host`. The snapshot is the same one with and without:
+            the counter begins at nothing, and no processor was in its guest when it was saved.
 
     Yields:
         The host, and what wakes its guest: a block, to be entered once at most.
@@ -375,6 +378,7 @@ def restored(
                     image,
                     accelerator,
                     memory=Memory(snapshot.memory, shared=False, state=snapshot.state),
+                    count_instructions=count_instructions,
                 )
             )
             host_wakes = _waking(host.machine)
