@@ -163,6 +163,14 @@ def run(
     dry_run: Annotated[bool, typer.Option(help="Show the plan; measure nothing.")] = False,
     tune: cli_patches.Tune = False,
     swap_host_module: cli_patches.SwapHostModule = False,
+    count_instructions: Annotated[
+        bool,
+        typer.Option(
+            "--count-instructions",
+            help="Count instructions for one unit of work beside the time (embedded, emulated "
+            "host): a second opinion that noise hardly moves. Notebook 50 reads it.",
+        ),
+    ] = False,
     explain_time: ExplainTime = False,
 ) -> None:
     """Measure an experiment: stock against patched, with an A/A pair for the noise floor.
@@ -184,6 +192,7 @@ def run(
         [name for name in arms.split(",") if name],
         switch.value,
         boots or (_BUDGET_BOOTS if until_decided else None),
+        count_instructions,
     )
     if dry_run:
         from vringlab.campaign.progress import clock

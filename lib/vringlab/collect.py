@@ -117,6 +117,7 @@ def collect(
     params: Mapping[str, Value | Sequence[Value]] | None = None,
     arms: Sequence[str] = (),
     switch: Switch = "swap",
+    count_instructions: bool = False,
 ) -> RunFrames:
     """A run of an experiment as data frames.
 
@@ -134,6 +135,7 @@ def collect(
         arms: Arms to measure, or to keep; all of the profile's when empty. The reference and its
             twin are always there.
         switch: Load an arm by swapping its module, or in a fresh guest each time.
+        count_instructions: Whether they are counted beside the time.
 
     Raises:
         UserError: an unknown host, experiment, profile, parameter or arm; or a recording that
@@ -145,7 +147,9 @@ def collect(
     if host == REPLAY or host.startswith(f"{REPLAY}:"):
         run = load_run(recording(experiment, host))
         return _as_asked(_checked(run, experiment), profile, wanted, arms)
-    chosen, plan = plan_run(experiment, profile, seed, wanted, arms, switch)
+    chosen, plan = plan_run(
+        experiment, profile, seed, wanted, arms, switch, count_instructions=count_instructions
+    )
     hosts = choose_hosts(host_names.from_urls([host]), plan, chosen.needs)
     with Store.create(plan) as opened:
         measure(chosen, opened, hosts=hosts, switch=switch)
@@ -194,6 +198,11 @@ def choose_hosts(
             from vringlab.campaign import kept
 
             kept.get()
+            if plan.count_instructions:
+                raise UserError(
+                    "a kept lab does not count instructions",
+                    remedy="measure on a lab of the run's own: --host embedded",
+                )
     chosen = host_names.choose(hosts, needs)
     if plan.side == "host":
         from vringlab.lab import remote
@@ -222,6 +231,7 @@ def plan_run(
     arms: Sequence[str] = (),
     switch: Switch = "swap",
     boots: int | None = None,
+    count_instructions: bool = False,
 ) -> tuple[Experiment, Plan]:
     """What a run would measure, in which order; no machine is asked.
 
@@ -233,6 +243,7 @@ def plan_run(
         arms: Arms to measure; all of the profile's when empty.
         switch: How an arm is loaded.
         boots: Guest lifetimes; the profile's when None.
+        count_instructions: Whether they are counted beside the time.
 
     Raises:
         UserError: an unknown experiment, profile, parameter, value or arm.
@@ -242,7 +253,8 @@ def plan_run(
         chosen = chosen.with_boots(profile, boots)
     if switch == "reboot" or chosen.must_reboot:
         chosen = chosen.one_block_per_boot()
-    return chosen, make_plan(chosen, profile, seed, params, arms)
+    plan = make_plan(chosen, profile, seed, params, arms)
+    return chosen, dataclasses.replace(plan, count_instructions=count_instructions)
 
 
 def measure(
@@ -299,6 +311,7 @@ def measure(
             probes=probes,
             run=opened.run_id,
             first=(options, edition),
+            count_instructions=opened.plan.count_instructions,
         )
         for host, edition in zip(hosts, editions, strict=True)
     }

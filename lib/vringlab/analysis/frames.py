@@ -264,6 +264,9 @@ def bundle(
                 target.mkdir(parents=True)
                 for file in sorted((path / tables.CELLS / cell_id).iterdir()):
                     write_new(target / file.name, _hidden(file.read_bytes(), hide))
+            for cell_id, file in tables.instruction_profiles(path).items():
+                (temporary / tables.INSTRUCTIONS).mkdir(exist_ok=True)
+                write_new(temporary / tables.INSTRUCTIONS / f"{cell_id}.json", file.read_bytes())
             replace_json(
                 temporary / store.BUNDLE,
                 {

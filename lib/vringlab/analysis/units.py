@@ -39,6 +39,7 @@ _DEFINITIONS = (
     "bit = [information]",
     "byte = 8 * bit = B",
     "percent = [share]",
+    "instruction = [work]",
     "pps = 1 / second",
 )
 
@@ -132,6 +133,21 @@ _SPECS = (
     MetricSpec("slab_median", "byte", "lower", "Memory of the slab caches, middle sample."),
     MetricSpec("host_slab_peak", "byte", "lower", "The same on the host, highest sample."),
     MetricSpec("host_slab_median", "byte", "lower", "The same on the host, middle sample."),
+    MetricSpec(
+        "instructions",
+        "instruction",
+        "lower",
+        "Instructions of host and guest for one unit of work (a round trip, a packet, a byte), "
+        "without those executed to wait.",
+    ),
+    MetricSpec("instructions_guest", "instruction", "lower", "The same of the guest alone."),
+    MetricSpec("instructions_host", "instruction", "lower", "The same of the host alone."),
+    MetricSpec(
+        "instructions_module",
+        "instruction",
+        "lower",
+        "The same of the arm's own modules, what they call not included.",
+    ),
 )
 
 #: All metrics by name. The first block of names is shared with the workloads' samples.
@@ -229,7 +245,9 @@ def humanize(value: float, unit: str) -> str:
         value: The figure in `unit`.
         unit: A canonical unit of the registry; any other is printed as it stands.
     """
-    short = {"bit/s": "b/s", "1/s": "/s", "byte": "B", "bit/s/percent": "b/s/%"}.get(unit)
+    short = {"bit/s": "b/s", "1/s": "/s", "byte": "B", "bit/s/percent": "b/s/%"}.get(
+        unit, "instr" if unit == "instruction" else None
+    )
     if unit == "percent":
         return f"{value:.3g} %"
     if unit != "ns" and short is None:

@@ -103,6 +103,7 @@ class Plan:
         overrides: Parameters that the user replaced (`-p`), as given.
         cells: The cells, in order.
         restores: How many boots, the first ones, may be restored from saved labs.
+        count_instructions: Whether instructions are counted beside the time.
     """
 
     experiment: str
@@ -117,6 +118,7 @@ class Plan:
     overrides: Mapping[str, Sequence[Value]]
     cells: tuple[Cell, ...]
     restores: int = 0
+    count_instructions: bool = False
 
     @cached_property
     def block_sizes(self) -> Mapping[int, int]:
@@ -178,6 +180,7 @@ class Plan:
             "arms": list(self.arms),
             "overrides": {name: list(values) for name, values in self.overrides.items()},
             "restores": self.restores,
+            "count_instructions": self.count_instructions,
         }
         # One line per cell keeps a plan readable and its differences small.
         cells = ",\n".join(json.dumps(cell_document(cell)) for cell in self.cells)

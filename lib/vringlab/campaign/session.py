@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from vringlab import __version__
 from vringlab.campaign.budget import Budget
@@ -43,6 +43,9 @@ from vringlab.settings import settings
 from vringlab.transport import local
 from vringlab.workloads import base
 from vringlab.workloads.base import Outcome
+
+if TYPE_CHECKING:
+    from vringlab.campaign.instructions import Counting
 
 Switch = Literal["swap", "reboot"]
 Side = Literal["guest", "host"]
@@ -143,11 +146,13 @@ class SavedLabs:
         image: Their image.
         accelerator: What they run on.
         on_step: Told what is being done.
+        count: Whether the host shall count instructions.
     """
 
     image: Image
     accelerator: accel.Accelerator
     on_step: OnStep
+    count: bool = False
 
     @contextmanager
     def __call__(self, spec: GuestSpec, edition: int) -> Iterator[Asleep]:
@@ -159,10 +164,14 @@ class SavedLabs:
         found = snapshot.ensure(
             self.image, self.accelerator, spec, edition=edition, on_step=self.on_step
         )
-        with snapshot.restored(found, self.image, self.accelerator, spec, on_step=self.on_step) as (
-            host,
-            waking,
-        ):
+        with snapshot.restored(
+            found,
+            self.image,
+            self.accelerator,
+            spec,
+            on_step=self.on_step,
+            count_instructions=self.count,
+        ) as (host, waking):
             yield Asleep(host, spec, found, waking)
 
 
@@ -325,6 +334,7 @@ class MachineSession:
         on_step: Told what is being done.
         probes: What is counted to see which path packets take; None when nothing is.
         kernels: Kernels of arms whose guests boot another one than the image's.
+        count: Whether instructions are counted beside the time.
     """
 
     def __init__(
@@ -337,6 +347,7 @@ class MachineSession:
         on_step: OnStep,
         probes: Probes | None = None,
         kernels: Mapping[str, KernelBundle] | None = None,
+        count: bool = False,
     ) -> None:
         self.sees_paths = probes is not None
         self._probes = probes
@@ -358,6 +369,10 @@ class MachineSession:
         self._how: dict[str, Any] = {}
         #: Build-id of each host module that was replaced, as it was before.
         self._shipped: dict[str, str] = {}
+        self._count = count
+        #: What counts on the guest that runs; and why nothing does.
+        self._counting: Counting | None = None
+        self._count_refusal = ""
 
     def __enter__(self) -> Self:
         """Return the session."""
@@ -391,6 +406,7 @@ class MachineSession:
     def _end_guest(self) -> None:
         self._guest = None
         self._seen_of = None
+        self._counting = None
         self._guest_stack.close()
 
     def _restore(self) -> None:
@@ -492,6 +508,25 @@ class MachineSession:
 
     def switch(self, arm: str) -> str:
         """Load an arm; see `campaign.runner.Session`."""
+        identity = self._load(arm)
+        if self._count:
+            with self._lease.watched():
+                self._count_from_here(arm)
+        return identity
+
+    def _count_from_here(self, arm: str) -> None:
+        """Know where the loaded arm lies, as far as instructions can be counted here."""
+        # Imported late: only who counts needs numpy to start.
+        from vringlab.campaign.instructions import counting_of
+
+        if self._counting is None and not self._count_refusal:
+            self._counting, self._count_refusal = counting_of(self.lab)
+            if self._count_refusal:
+                self._on_step(f"instructions are not counted: {self._count_refusal}")
+        if self._counting is not None:
+            self._counting.loaded(self._built.get(arm), self._side)
+
+    def _load(self, arm: str) -> str:
         built = self._built.get(arm)
         with self._lease.watched():
             if built is not None and self._side == "host":
@@ -523,8 +558,12 @@ class MachineSession:
     def measure(self, workload: str, params: Mapping[str, Value], duration_s: float) -> Outcome:
         """Run a workload once; see `campaign.runner.Session`."""
         chosen = base.find(workload)
+        point = base.parse_params(chosen, params)
         with self._lease.watched():
-            return chosen.run(self.lab, base.parse_params(chosen, params), duration_s)
+            lab = self.lab
+            if self._counting is None:
+                return chosen.run(lab, point, duration_s)
+            return self._counting.measure(lambda s: chosen.run(lab, point, s), duration_s)
 
     def paths(self, arm: str, points: Sequence[tuple[str, Mapping[str, Value]]]) -> list[PathPass]:
         """Count the experiment's functions while each point runs; see `campaign.runner.Session`."""
@@ -535,7 +574,8 @@ class MachineSession:
             machine = self.lab.guest.machine if self._side == "guest" else self._host.machine
             with counting(machine, probes) as tally:
                 for workload, params in points:
-                    outcome = self.measure(workload, params, PASS_S)
+                    chosen = base.find(workload)
+                    outcome = chosen.run(self.lab, base.parse_params(chosen, params), PASS_S)
                     counts = tally.take()
                     notes = [*tally.notes, *counts.notes]
                     if not outcome.valid:
@@ -597,6 +637,11 @@ class MachineSession:
                 "qemu_argv": list(self._host.qemu_argv),
             },
         }
+        if self._count:
+            known["instructions"] = {
+                "counted": not self._count_refusal,
+                "not available": self._count_refusal,
+            }
         guest = self._guest
         if guest is not None:
             known["boot"] = {**self._how, "boot_id": guest.boot_id}
@@ -638,9 +683,9 @@ def as_probes(probes: Probes) -> list[Probe]:
 
 @contextmanager
 def _embedded(
-    image: Image, accelerator: accel.Accelerator, on_step: OnStep
+    image: Image, accelerator: accel.Accelerator, on_step: OnStep, count: bool
 ) -> Iterator[HostMachine]:
-    with embedded_host(image, accelerator, on_step=on_step) as host:
+    with embedded_host(image, accelerator, on_step=on_step, count_instructions=count) as host:
         prepare_host(host)
         yield host
 
@@ -664,6 +709,7 @@ def _lease(
     first: tuple[Mapping[str, object], int] | None,
     on_step: OnStep,
     run: str,
+    count: bool = False,
 ) -> HostLease:
     if host != "embedded":
         return HostLease(lambda: _other_host(host, image, on_step, run))
@@ -671,9 +717,9 @@ def _lease(
     saved = None
     # Under KVM both boot within seconds, and nobody has seen its nested state restored.
     if settings().saved_labs and accelerator.name == "tcg":
-        saved = SavedLabs(image, accelerator, on_step)
+        saved = SavedLabs(image, accelerator, on_step, count)
     return HostLease(
-        lambda: _embedded(image, accelerator, on_step),
+        lambda: _embedded(image, accelerator, on_step, count),
         saved,
         (guest_spec(first[0]), first[1]) if first is not None and first[1] else None,
         on_step,
@@ -717,6 +763,7 @@ def open_session(
     probes: Probes | None = None,
     run: str = "",
     first: tuple[Mapping[str, object], int] | None = None,
+    count_instructions: bool = False,
 ) -> Iterator[MachineSession]:
     """A session on a host with everything built that the arms need.
 
@@ -730,6 +777,7 @@ def open_session(
         run: The run that it is for; whoever finds a user's host busy is told.
         first: Options and edition of the first boot, so that the host is restored with that guest
             instead of booted, where that can be.
+        count_instructions: Whether they are counted beside the time, where the host can.
 
     Raises:
         UserError: an unknown host, one whose modules may not be replaced as the arms need, or an
@@ -754,7 +802,7 @@ def open_session(
                 is_held(experiment.base_of(arm), image.release) for arm in arms
             )
             lease = stack.enter_context(
-                _lease(host, image, first if restorable else None, on_step, run)
+                _lease(host, image, first if restorable else None, on_step, run, count_instructions)
             )
             if experiment.side == "host" and lease.host.swap_refusal:
                 raise UserError(
@@ -775,5 +823,6 @@ def open_session(
                 on_step,
                 probes,
                 ready.kernels,
+                count_instructions,
             )
         )

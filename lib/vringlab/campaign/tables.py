@@ -28,6 +28,8 @@ FORMAT = 1
 SAMPLES = "samples.parquet"
 HISTOGRAMS = "histograms.parquet"
 CELLS = "cells"
+#: Where a cell of a run, or a bundle, keeps what was executed for one unit of work, by function.
+INSTRUCTIONS = "instructions"
 SUPERSEDED = "superseded"
 
 #: The metric of the one row that an invalid sample has from which no figure could be read.
@@ -188,6 +190,13 @@ def superseded_cells(folder: Path) -> set[tuple[str, str]]:
         return set()
     parts = (path.name.rpartition("@") for path in old.iterdir())
     return {(cell_id, boot) for cell_id, _, boot in parts if cell_id}
+
+
+def instruction_profiles(folder: Path) -> dict[str, Path]:
+    """The file of each cell whose instructions were counted, by cell id."""
+    found = {path.parent.name: path for path in folder.glob(f"{CELLS}/*/{INSTRUCTIONS}.json")}
+    found |= {path.stem: path for path in (folder / INSTRUCTIONS).glob("*.json")}
+    return dict(sorted(found.items()))
 
 
 @dataclass(frozen=True)

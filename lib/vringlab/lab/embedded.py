@@ -16,16 +16,19 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vringlab.errors import InfrastructureError, TransientError
 from vringlab.image.build import Image
 from vringlab.lab import owner
 from vringlab.lab.accel import QEMU, QEMU_MISSING, Accelerator, qemu_of
-from vringlab.lab.counter import Counter
 from vringlab.lab.qmp import Monitor
 from vringlab.settings import settings
 from vringlab.transport import local
 from vringlab.transport.ssh import Address, Machine
+
+if TYPE_CHECKING:
+    from vringlab.lab.counter import Counter
 
 _MAC = "52:54:00:76:6c:00"
 _PORT_TRIES = 5
@@ -274,6 +277,9 @@ def _plugin_fault(stderr: str) -> str:
 @contextlib.contextmanager
 def _counting(ours: socket.socket, vcpus: int) -> Iterator[tuple[Counter | None, str]]:
     """The counter of a host that is up, or why it cannot be read."""
+    # Imported late: only who counts needs numpy to start.
+    from vringlab.lab.counter import Counter
+
     with Counter(ours, vcpus) as made:
         try:
             made.read()
