@@ -87,7 +87,7 @@ def difference(
     if wide.empty or not {arm, reference} <= set(wide.columns.get_level_values("arm")):
         return pd.DataFrame(columns=[*FUNCTION, "reference", "arm", "change", "low", "high"])
     stacked = {
-        name: wide.xs(name, axis=1, level="arm").groupby(level="boot").mean()
+        name: pd.DataFrame(wide.xs(name, axis=1, level="arm")).groupby(level="boot").mean()
         for name in (arm, reference)
     }
     both = stacked[arm].columns.union(stacked[reference].columns)
