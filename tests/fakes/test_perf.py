@@ -154,7 +154,7 @@ def test_a_users_host_counts_by_perf(machine: Machine, fake_perf: Path, polling:
     assert counting is not None
     counting.loaded(None, "guest")
 
-    def run(seconds: float):  # type: ignore[no-untyped-def]
+    def run(seconds: float) -> Outcome:
         (fake_perf / "units").write_text(str(int(1000 * seconds)))
         return counters.run(seconds)
 
