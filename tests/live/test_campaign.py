@@ -175,6 +175,7 @@ def _qemus_of(owner: int) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_fresh_guest_for_every_arm(tmp_path: Path) -> None:
     done = _run(
         tmp_path,

@@ -304,12 +304,16 @@ def build_module(
     store = Store(cache / "modules")
     key = _key(root, arm, layout, files)
 
+    fresh: list[Path] = []
+
     def build(folder: Path) -> None:
+        fresh.append(folder)
         what = ", ".join(arm.modules)
         on_step(f"building {what}, arm {arm.name}, for {root.kernel.release}")
         _Build(root, arm, layout, folder, kept=store.failed(key)).run(files)
 
-    return store.ensure(key, _load, build, on_step=on_step, space_gb=_SPACE_GB, keep_failed=True)
+    found = store.ensure(key, _load, build, on_step=on_step, space_gb=_SPACE_GB, keep_failed=True)
+    return replace(found, cached=not fresh)
 
 
 class _Build:
