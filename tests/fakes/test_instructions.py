@@ -83,7 +83,7 @@ def counted(machines: Machines, lab: FakeLab | None = None, seconds: float = 10)
     counting, refusal = counting_of((lab or lab_of(machines)).lab)
     assert counting is not None
     assert refusal == ""
-    return counting.measure(machines.run, seconds)
+    return counting.add(machines.run(seconds), machines.run)
 
 
 def figures(outcome: Outcome) -> Mapping[str, float]:
@@ -143,7 +143,7 @@ def test_what_fails_leaves_the_host_as_it_was(machines: Machines) -> None:
         return machines.run(seconds)
 
     with pytest.raises(InfrastructureError, match="the tool is gone"):
-        counting.measure(run, 10)
+        counting.add(run(10), run)
     assert "echo 200000" in lab.host.asked("halt_poll_ns")[-1]
 
 
@@ -156,7 +156,7 @@ def test_invalid_runs_are_not_counted(machines: Machines, which: float) -> None:
         found = machines.run(seconds)
         return replace(found, problems=("short reads",)) if seconds == which else found
 
-    outcome = counting.measure(run, 10)
+    outcome = counting.add(run(10), run)
     assert "instructions" not in figures(outcome)
     # An invalid pass beside it says nothing against the time.
     assert outcome.valid == (which != 10)
@@ -191,7 +191,11 @@ def test_runs_that_are_no_two_sizes_leave_the_time_alone(
     left = iter((1000.0, *rates))
     counting, _ = counting_of(lab_of(machines).lab)
     assert counting is not None
-    outcome = counting.measure(lambda seconds: machines.run(seconds, next(left)), 10)
+
+    def run(seconds: float) -> Outcome:
+        return machines.run(seconds, next(left))
+
+    outcome = counting.add(run(10), run)
     assert "instructions" not in figures(outcome)
     assert outcome.valid
     told = cast(Mapping[str, str], outcome.context["instructions"])
@@ -203,7 +207,7 @@ def test_symbols_are_read_once_for_a_guest(machines: Machines) -> None:
     counting, _ = counting_of(lab.lab)
     assert counting is not None
     for _ in range(3):
-        counting.measure(machines.run, 1)
+        counting.add(machines.run(1), machines.run)
     assert len(lab.guest.asked("kallsyms")) == len(lab.host.asked("kallsyms")) == 1
 
 
@@ -211,7 +215,7 @@ def test_arms_that_are_kernels_have_no_modules(machines: Machines) -> None:
     lab = lab_of(machines)
     counting = Counting(lab.lab, PluginMeter(lab.lab, cast(Counter, machines)))
     counting.loaded(None, "guest")
-    assert "instructions" in figures(counting.measure(machines.run, 5))
+    assert "instructions" in figures(counting.add(machines.run(5), machines.run))
     assert lab.guest.asked("sections") == []
 
 
@@ -250,11 +254,11 @@ def test_a_lab_without_a_counter_says_why(machines: Machines) -> None:
 def test_a_sample_keeps_what_its_tools_printed(machines: Machines) -> None:
     counting, _ = counting_of(lab_of(machines).lab)
     assert counting is not None
-    outcome = counting.measure(
-        lambda seconds: replace(
-            machines.run(seconds), raw={"tool.txt": b"said"}, context={"ring": 256}
-        ),
-        10,
-    )
+
+    def run(seconds: float) -> Outcome:
+        done = machines.run(seconds)
+        return replace(done, raw={"tool.txt": b"said"}, context={"ring": 256})
+
+    outcome = counting.add(run(10), run)
     assert set(outcome.raw) == {"tool.txt", "instructions.json"}
     assert outcome.context["ring"] == 256

@@ -158,7 +158,7 @@ def test_a_users_host_counts_by_perf(machine: Machine, fake_perf: Path, polling:
         (fake_perf / "units").write_text(str(int(1000 * seconds)))
         return counters.run(seconds)
 
-    outcome = counting.measure(run, 10)
+    outcome = counting.add(run(10), run)
     found = figures(outcome)
     assert found["instructions_guest"] == pytest.approx(300)
     assert found["instructions_host"] == pytest.approx(50)

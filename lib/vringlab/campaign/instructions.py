@@ -190,19 +190,16 @@ class Counting:
         self.loaded = meter.loaded
         self._noted = False
 
-    def measure(self, run: Callable[[float], Outcome], duration_s: float) -> Outcome:
-        """Run a workload, and add to its figures what it executes for one unit of work.
-
-        A run that is invalid is not counted.
+    def add(self, outcome: Outcome, run: Callable[[float], Outcome]) -> Outcome:
+        """Run a workload again, and add what it executes for one unit of work to its figures.
 
         Args:
+            outcome: Its timed run. One that is invalid is not counted.
             run: Runs it for so many seconds.
-            duration_s: The timed run.
 
         Raises:
             TransientError, InfrastructureError: as for the workload.
         """
-        outcome = run(duration_s)
         if not outcome.valid:
             return _without(outcome, "the sample is invalid")
         with self._halted():
