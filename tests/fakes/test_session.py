@@ -86,6 +86,7 @@ class World:
                 image=IMAGE,
                 accelerator=TCG,
                 qemu_argv=("qemu",),
+                last_words=lambda: "Kernel panic - not syncing",
             ),
         )
         self.log.append("close host")

@@ -316,8 +316,9 @@ class HostLease:
                 raise
             raise HostLost(
                 f"the KVM host was lost: {error.message}",
-                remedy="see whether the machine is still up",
+                remedy="see whether the machine is still up; one of ours has its last words here",
                 host=self.host.machine.name,
+                stdout=self.host.last_words(),
             ) from error
 
 

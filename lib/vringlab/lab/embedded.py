@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 _MAC = "52:54:00:76:6c:00"
 _PORT_TRIES = 5
 _POLL_S = 0.02
+_LOG = "qemu.log"
+#: Characters of a log that tell why a host died.
+_LAST = 2000
 #: Reading or writing a machine's state; less than a tenth of a second here.
 _STATE_S = 60.0
 IGNORE_SHARED = [{"capability": "x-ignore-shared", "state": True}]
@@ -83,6 +86,11 @@ class HostMachine:
     counter: Counter | None = None
     count_refusal: str = "not asked for"
     bare: Machine | None = None
+
+    def last_words(self) -> str:
+        """The end of its console and of its QEMU's log; empty for a host of the user's."""
+        logs = (_read(self.console), _read(self.console.with_name(_LOG)))
+        return "\n".join(log[-_LAST:].strip() for log in logs if log.strip())
 
 
 @dataclass(frozen=True)
@@ -298,7 +306,7 @@ def _boot(
 ) -> Iterator[HostMachine]:
     deadline = time.monotonic() + settings().boot_timeout
     port = _free_port()
-    console, log = folder / "console.log", folder / "qemu.log"
+    console, log = folder / "console.log", folder / _LOG
     with contextlib.ExitStack() as stack:
         ours, theirs = (stack.enter_context(end) for end in socket.socketpair())
         count_ours, count_theirs = (stack.enter_context(end) for end in socket.socketpair())
