@@ -41,6 +41,7 @@ ROWS: dict[str, Row] = {
     "whole": bench_local.whole,
     "switch": bench_machines.switch,
     "fio": bench_machines.fio,
+    "counter": bench_machines.counter,
     "store": bench_local.store,
     "bootstrap": bench_local.bootstrap,
     "load": bench_local.load,

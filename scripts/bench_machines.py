@@ -15,21 +15,24 @@ from scripts.bench_table import Line, Pair, in_turn
 
 from vringlab.campaign import experiment as experiments
 from vringlab.campaign import kept
-from vringlab.campaign.plan import make_plan
-from vringlab.campaign.session import MachineSession, open_session
+from vringlab.campaign.plan import guest_options, make_plan
+from vringlab.campaign.session import MachineSession, guest_spec, open_session
 from vringlab.campaign.store import CellMeta, Store
 from vringlab.errors import InfrastructureError, UserError
 from vringlab.kernels.module import BuiltModule, build_module
 from vringlab.kernels.patches import load_arm
 from vringlab.kernels.whole import prepare_base
+from vringlab.lab import snapshot
 from vringlab.lab.embedded import HostMachine, embedded_host
 from vringlab.lab.guest import Guest, GuestSpec, boot_guest, prepare_host
+from vringlab.lab.lab import Lab
 from vringlab.lab.swap import swap
 from vringlab.transport import local
 from vringlab.workloads.base import Outcome
 from vringlab.workloads.fio_output import outcome_of_text
 from vringlab.workloads.fio_vsock_pingpong import fio_argv
 from vringlab.workloads.vsock_ends import TOOL_MARGIN_S, ends
+from vringlab.workloads.vsock_pingpong import PingpongParams, VsockPingpong
 
 BASE = "debian:6.12"
 _UP_S = 900.0
@@ -301,3 +304,40 @@ def fio(bench: Bench) -> Iterator[Line]:
     yield Line("fio", f"{shown}, one cell", "bare fio", tuple(wall), at_most=1.03, note=note)
     yield Line("fio", f"{shown}: mean round trip", "bare fio", tuple(trip), "ms", note=note)
     yield Line("fio", "(A/A) bare fio: mean round trip", "bare fio", tuple(twin), "ms", note=note)
+
+
+# --- counter -------------------------------------------------------------------------------
+
+
+def counter(bench: Bench) -> Iterator[Line]:
+    """The vsock ping-pong on a lab that counts instructions against one that does not."""
+    if bench.accelerator.name != "tcg":
+        raise UserError(
+            "only an emulated host counts instructions", remedy="VRINGLAB_ACCEL=tcg emulates it"
+        )
+    plan = make_plan(experiments.load("vsock-direct-enqueue"), "quick", 1)
+    spec = guest_spec(guest_options(plan))
+    saved = snapshot.ensure(bench.image, bench.accelerator, spec, on_step=bench.say)
+
+    def round_trip_ms(count: bool) -> float:
+        with (
+            snapshot.restored(
+                saved, bench.image, bench.accelerator, spec, count_instructions=count
+            ) as (host, waking),
+            waking() as guest,
+        ):
+            if count and host.counter is None:
+                raise InfrastructureError(f"nothing is counted: {host.count_refusal}")
+            point = PingpongParams(payload=_PAYLOAD)
+            return _round_trip(VsockPingpong().run(Lab(host, guest), point, bench.seconds)) / 1e6
+
+    yield Line(
+        "counter",
+        f"vringlab-pingpong of {bench.seconds:g} s with the instruction counter: mean round trip",
+        "the same without it",
+        in_turn(bench.pairs, lambda: round_trip_ms(True), lambda: round_trip_ms(False), bench.say),
+        "ms",
+        at_most=1.10,
+        note=f"{_PAYLOAD}-byte messages, both in labs restored from one snapshot, one after the "
+        "other.",
+    )

@@ -9,12 +9,14 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from vringlab.errors import InfrastructureError
 
 #: Receives one line for each step that takes time.
 OnStep = Callable[[str], None]
+
+T = TypeVar("T")
 
 _TEMPORARY = ".building-"
 _FAILED = ".failed-"
@@ -32,6 +34,11 @@ _DISK_ERRORS = frozenset(
         errno.EIO,
     }
 )
+
+
+def there(folder: Path) -> Path | None:
+    """The folder itself where it is: what loads an entry that is whole once it is there."""
+    return folder if folder.is_dir() else None
 
 
 def require_space(folder: Path, gigabytes: float) -> None:
@@ -81,6 +88,50 @@ class Store:
     def failed(self, key: str) -> Path:
         """Where the last failed attempt at that key is kept, for its log."""
         return self.folder / f"{_FAILED}{key}"
+
+    def ensure(
+        self,
+        key: str,
+        load: Callable[[Path], T | None],
+        build: Callable[[Path], None],
+        *,
+        on_step: OnStep,
+        space_gb: float = 0.0,
+        keep_failed: bool = False,
+    ) -> T:
+        """The entry of a key: loaded where it is, built where it is not. No two build it at once.
+
+        Args:
+            key: Stands for all that the entry is made of.
+            load: Reads it from its folder; None when it is not there, or not whole.
+            build: Makes it in an empty folder.
+            on_step: Told when another process is waited for.
+            space_gb: Room that the disk must have before it is built, GB.
+            keep_failed: See `building`.
+
+        Raises:
+            InfrastructureError: the disk is full, or it is not there although it was built.
+            Exception: what `build` raises.
+        """
+        found = load(self.entry(key))
+        if found is not None:
+            return found
+        with self.locked(key, on_step):
+            found = load(self.entry(key))
+            if found is not None:
+                return found
+            if space_gb:
+                require_space(self.folder, space_gb)
+            with self.building(key, keep_failed=keep_failed) as folder:
+                build(folder)
+        found = load(self.entry(key))
+        if found is None:
+            raise InfrastructureError(
+                f"{self.entry(key)} disappeared while it was made",
+                remedy="nothing else may clean the cache folder during a run",
+                host="local",
+            )
+        return found
 
     @contextlib.contextmanager
     def locked(self, key: str, on_step: OnStep) -> Iterator[None]:

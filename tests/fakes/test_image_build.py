@@ -144,7 +144,10 @@ def test_an_image_is_built_once_and_found_again(workshop: Workshop) -> None:
     assert image.kernel.read_bytes() == KERNEL
     assert image.vmlinux.read_bytes() == ELF
     with tarfile.open(workshop.tar) as made, tarfile.open(image.root) as root:
-        assert set(root.getnames()) - set(made.getnames()) == {f"./boot/vmlinux-{RELEASE}"}
+        assert set(root.getnames()) - set(made.getnames()) == {
+            f"./boot/vmlinux-{RELEASE}",
+            "./boot/initrd",
+        }
     assert stat.S_IMODE(image.client_key.stat().st_mode) == 0o600
     assert image.host_key.startswith("ssh-ed25519 AAAA")
     assert len(image.host_key.split()) == 2

@@ -15,7 +15,7 @@ import yaml
 from tests.fakes.test_stack import KERNEL, MAIN, Base
 from typer.testing import CliRunner
 
-from vringlab import cli
+from vringlab import cachedir, cli
 from vringlab.analysis.claims import read_claims
 from vringlab.campaign import experiment as experiments
 from vringlab.campaign import scaffold, trial
@@ -261,7 +261,7 @@ def test_what_reaches_beyond_modules_is_compared_as_whole_kernels(
     (source / "Makefile").write_text("VERSION = 6\nPATCHLEVEL = 12\nSUBLEVEL = 118\n")
     chosen = settings().model_copy(update={"cache": base.cache})
     monkeypatch.setattr(whole, "settings", lambda: chosen)
-    monkeypatch.setattr(whole, "require_space", lambda *_: None)
+    monkeypatch.setattr(cachedir, "require_space", lambda *_: None)
     monkeypatch.setattr(trial, "source_of", lambda *_, **__: (f"tree:{source}", source))
     found = trial.prepare([series], ["netperf"], whole=True)
     made = found.experiment

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from vringlab import cachedir
 from vringlab.errors import InfrastructureError, UserError
 from vringlab.image.recipe import Recipe
 from vringlab.kernels import bundle, whole
@@ -116,7 +117,7 @@ class Builds:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.trees: list[Path] = []
         monkeypatch.setattr(whole, "_compiler", lambda: "gcc (Debian 12.2.0-14) 12.2.0")
-        monkeypatch.setattr(whole, "require_space", lambda *_: None)
+        monkeypatch.setattr(cachedir, "require_space", lambda *_: None)
         monkeypatch.setattr(whole._Whole, "_make", lambda build: self.make(build))
         monkeypatch.setattr(whole, "bootstrap", lambda _s, root, _i: root.mkdir())
         monkeypatch.setattr(whole, "pack", lambda *_: None)
@@ -218,7 +219,7 @@ def test_without_tuxmake_its_remedy_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(whole, "_compiler", lambda: "gcc 12.2.0")
-    monkeypatch.setattr(whole, "require_space", lambda *_: None)
+    monkeypatch.setattr(cachedir, "require_space", lambda *_: None)
     monkeypatch.setattr("vringlab.kernels.whole.importlib.util.find_spec", lambda _name: None)
     tree = make_tree(tmp_path / "linux")
     with pytest.raises(InfrastructureError, match="tuxmake is not installed") as caught:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from vringlab.analysis import instructions
 from vringlab.analysis.frames import RunFrames, load_run
 from vringlab.settings import settings
 
@@ -47,10 +48,33 @@ def _mean(samples: pd.DataFrame, arm: str, metric: str) -> float:
     return float(rows["value"].mean())
 
 
+def _check_instructions(run: RunFrames) -> None:
+    """The second opinion on the same samples: of each arm, by function, its module among them."""
+    assert run.provenance["instructions"] == {"counted": True, "not available": ""}
+    found = instructions.profiles(run)
+    assert set(found["unit"]) == {"packet"}
+    for arm in ("stock", "stock.aa", "merged"):
+        mine = found[found["arm"] == arm]
+        module = mine[(mine["side"] == "guest") & (mine["area"] == "module")]
+        assert {"start_xmit", "virtnet_poll_tx"} <= set(module["function"])
+        # Sending a packet is some instructions in the driver, and many more around it.
+        assert _mean(run.samples, arm, "instructions_module") > 10
+        assert _mean(run.samples, arm, "instructions_module") < _mean(
+            run.samples, arm, "instructions_guest"
+        )
+    (notes,) = {tuple(json.loads(path.read_text())["notes"]) for path in _profiles(run)}
+    assert [note for note in notes if "testpmd polls" in note]
+
+
+def _profiles(run: RunFrames) -> list[Path]:
+    return sorted(run.path.glob("cells/*/instructions.json"))
+
+
 def test_virtio_net_patch_is_faster_with_fewer_interrupts(tmp_path: Path) -> None:
-    done = _run(tmp_path, "run", "virtio-net-napi-tx", "--profile", "smoke")
+    done = _run(tmp_path, "run", "virtio-net-napi-tx", "--profile", "smoke", "--count-instructions")
     assert done.returncode == 0, done.stderr
     run = _only_run(tmp_path)
+    _check_instructions(run)
     samples = run.samples
     assert run.complete
     assert set(samples["arm"]) == {"stock", "stock.aa", "merged"}
@@ -151,6 +175,7 @@ def _qemus_of(owner: int) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_fresh_guest_for_every_arm(tmp_path: Path) -> None:
     done = _run(
         tmp_path,

@@ -151,6 +151,7 @@ def test_kill_9_while_saving_leaves_nothing_half_written_and_nothing_running(
         snapshot.discard(kept)
 
 
+@pytest.mark.long
 def test_dead_guest_in_a_snapshot_is_told_and_a_lab_is_booted(
     image: Image, saved: Snapshot
 ) -> None:

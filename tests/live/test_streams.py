@@ -50,6 +50,7 @@ def _assert_measured(run: RunFrames, arms: set[str]) -> None:
     assert (samples["value"] > 0).all()
 
 
+@pytest.mark.long
 def test_merging_is_measured_with_the_memory_of_both_machines(tmp_path: Path) -> None:
     run = _smoke(tmp_path, "vsock-skb-merge")
     _assert_measured(run, {"no-merge", "no-merge.aa", "merge"})

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 Phase = Literal[
-    "set-up", "build", "boot", "switch", "prepare", "measure", "path", "collect", "analyse"
+    "set-up", "build", "boot", "switch", "prepare", "measure", "count", "path", "collect", "analyse"
 ]
 
 #: All phases in the order of a run; `idle` is what no phase claims.
@@ -24,6 +24,7 @@ PHASES: tuple[str, ...] = (
     "switch",
     "prepare",
     "measure",
+    "count",
     "path",
     "collect",
     "analyse",
@@ -39,6 +40,7 @@ MEANINGS: Mapping[str, str] = {
     "switch": "arms are loaded and their build-ids checked",
     "prepare": "before and after each timed window: devices set, tools started, counters read",
     "measure": "the timed windows themselves",
+    "count": "untimed runs around which instructions are counted",
     "path": "untimed passes that see which path the packets take",
     "collect": "samples are checked and written",
     "analyse": "tables are brought up to date",

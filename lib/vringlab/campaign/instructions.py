@@ -1,30 +1,35 @@
 """Instructions for one unit of a workload's work, beside its time.
 
-A workload is run in two sizes, a short run and the timed one, and what was executed meanwhile is
+After its timed run, a workload is run once more in two sizes, and what was executed meanwhile is
 counted around each. The unit's cost is the slope between the two:
 
     (instructions of the long run - of the short run) / (units of the long run - of the short run)
 
 What both took alike (connections, processes, our own commands) cancels. What goes on beside the
 work, such as clock ticks, does not: it takes longer with more of it, and is a part of the cost.
+
+The KVM host does not poll for halted guests meanwhile (kvm.halt_poll_ns): it would execute as much
+as it had to wait, which says how busy this machine was.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from vringlab.campaign.tables import INSTRUCTIONS
 from vringlab.errors import InfrastructureError, TransientError
 from vringlab.kernels.module import BuiltModule
+from vringlab.lab import perf
 from vringlab.lab.counter import (
     Area,
     Code,
     Counter,
     Profile,
-    Reading,
     Row,
     Side,
     attribute,
@@ -32,12 +37,13 @@ from vringlab.lab.counter import (
     module_code,
 )
 from vringlab.lab.lab import Lab
+from vringlab.transport.ssh import Machine
 from vringlab.workloads.base import Metric, Outcome
 
 FORMAT = 1
-#: Length of the short run as a share of the timed one, and at least, s.
-_SHORT = 0.1
-_SHORT_S = 1.0
+#: Lengths of the two runs, s; whole ones, which is all that some tools understand.
+SIZES_S = (1.0, 3.0)
+_HALT_POLL = "/sys/module/kvm/parameters/halt_poll_ns"
 #: What is done to wait is no cost of the work: how much of it there is says how busy this machine
 #: was, or how long another processor took.
 WAITING: tuple[Area, ...] = ("idle", "spin")
@@ -80,8 +86,44 @@ def work(outcome: Outcome) -> Work | None:
     return None
 
 
-class Counting:
-    """Counts on one guest; knows what is loaded in it.
+@dataclass(frozen=True)
+class Counted:
+    """What was executed while something ran.
+
+    Attributes:
+        outcome: What the run itself gave.
+        profile: Instructions.
+        others: Other figures beside them, by what they are.
+    """
+
+    outcome: Outcome
+    profile: Profile
+    others: Mapping[str, int] = field(default_factory=dict)
+
+
+class Meter(Protocol):
+    """Counts instructions on a lab."""
+
+    def loaded(self, built: BuiltModule | None, side: Side) -> None:
+        """Remember where an arm's modules lie, which was just loaded; none for a kernel's arm.
+
+        Raises:
+            InfrastructureError: they are not loaded.
+            TransientError: the connection was lost.
+        """
+        ...
+
+    def around(self, run: Callable[[], Outcome]) -> Counted:
+        """Count what is executed while `run` runs.
+
+        Raises:
+            TransientError, InfrastructureError: as for `run`, or it cannot be counted.
+        """
+        ...
+
+
+class PluginMeter:
+    """By the emulator of the embedded host, by function; see `lab.counter`.
 
     Args:
         lab: The guest and its host.
@@ -91,69 +133,123 @@ class Counting:
     def __init__(self, lab: Lab, counter: Counter) -> None:
         self._lab = lab
         self._counter = counter
-        self._kernels: list[Code] | None = None
+        self._kernels: list[Code] = []
         self._arm: list[Code] = []
 
     def loaded(self, built: BuiltModule | None, side: Side) -> None:
-        """Remember where an arm's modules lie, which was just loaded; none for a kernel's arm.
-
-        Raises:
-            InfrastructureError: they are not loaded.
-            TransientError: the connection was lost.
-        """
+        """See `Meter`."""
         machine = (self._lab.guest if side == "guest" else self._lab.host).machine
         self._arm = [module_code(machine, side, built)] if built is not None else []
 
-    def _codes(self) -> list[Code]:
-        if self._kernels is None:
+    def around(self, run: Callable[[], Outcome]) -> Counted:
+        """See `Meter`."""
+        if not self._kernels:
             self._kernels = [
                 kernel_code(self._lab.host.machine, "host"),
                 kernel_code(self._lab.guest.machine, "guest"),
             ]
-        return [*self._kernels, *self._arm]
+        before = self._counter.read()
+        outcome = run()
+        found = self._counter.read() - before
+        return Counted(outcome, attribute(found, [*self._kernels, *self._arm]))
 
-    def measure(self, run: Callable[[float], Outcome], duration_s: float) -> Outcome:
-        """Run a workload in two sizes and add what it executed to the figures of the longer one.
+
+class PerfMeter:
+    """By the processor of a user's host, guest and host apart; see `lab.perf`.
+
+    Args:
+        machine: The host, where its own programs run.
+        cpus: Processors to watch.
+    """
+
+    def __init__(self, machine: Machine, cpus: Sequence[int]) -> None:
+        self._machine = machine
+        self._cpus = cpus
+
+    def loaded(self, built: BuiltModule | None, side: Side) -> None:
+        """See `Meter`; there are no functions."""
+
+    def around(self, run: Callable[[], Outcome]) -> Counted:
+        """See `Meter`."""
+        with perf.counting(self._machine, self._cpus) as found:
+            outcome = run()
+        return Counted(outcome, found.profile, found.others)
+
+
+class Counting:
+    """Counts on one guest.
+
+    Args:
+        lab: The guest and its host.
+        meter: What counts there.
+    """
+
+    def __init__(self, lab: Lab, meter: Meter) -> None:
+        self._lab = lab
+        self._meter = meter
+        self.loaded = meter.loaded
+        self._noted = False
+
+    def add(self, outcome: Outcome, run: Callable[[float], Outcome]) -> Outcome:
+        """Run a workload again, and add what it executes for one unit of work to its figures.
 
         Args:
+            outcome: Its timed run. One that is invalid is not counted.
             run: Runs it for so many seconds.
-            duration_s: The timed run.
 
         Raises:
             TransientError, InfrastructureError: as for the workload.
         """
-        codes = self._codes()
-        begin = self._counter.read()
-        short = run(max(_SHORT_S, _SHORT * duration_s))
-        middle = self._counter.read()
-        long = run(duration_s)
-        end = self._counter.read()
-        less, more = work(short), work(long)
+        if not outcome.valid:
+            return _without(outcome, "the sample is invalid")
+        with self._halted():
+            short, long = (
+                self._meter.around(functools.partial(run, seconds)) for seconds in SIZES_S
+            )
+        for problem in (short.outcome.reason, long.outcome.reason):
+            if problem:
+                return _without(outcome, f"a counted run was invalid: {problem}")
+        less, more = work(short.outcome), work(long.outcome)
         if less is None or more is None or more.count <= less.count:
-            return _without(long, "the two runs did not do a different amount of work")
-        found = _slope(middle - begin, end - middle, codes)
-        left_out, notes = self._polling(found)
-        return _with(long, found, less, more, left_out, notes)
+            return _without(outcome, "the two runs did not do a different amount of work")
+        others = {
+            name: (value - short.others.get(name, 0)) / (more.count - less.count)
+            for name, value in long.others.items()
+        }
+        left_out, notes = self._polling(long.profile)
+        return _with(outcome, long.profile - short.profile, less, more, left_out, others, notes)
+
+    @contextmanager
+    def _halted(self) -> Iterator[None]:
+        """Have the KVM host sleep while a guest is halted, instead of polling for it."""
+        machine = self._lab.host.machine
+        before = machine.run(["cat", _HALT_POLL]).stdout.strip()
+        back = f"echo {before} > {_HALT_POLL}"
+        if not self._noted:
+            self._lab.host.on_change(back)
+            self._noted = True
+        machine.run(f"echo 0 > {_HALT_POLL}")
+        try:
+            yield
+        finally:
+            # A host that was lost has nothing to be given back.
+            with suppress(TransientError):
+                machine.run(back)
 
     def _polling(self, found: Profile) -> tuple[frozenset[tuple[Side, Area, int]], list[str]]:
         """What is executed to look for work all the time, and cannot be told from work."""
         notes = [*found.notes]
-        if any(
-            row.function in ("kvm_vcpu_halt", "kvm_vcpu_check_block") and row.side == "host"
-            for row in found.rows
-        ):
-            notes.append("the host's halt polling (kvm.halt_poll_ns) is counted as its work")
-        if not self._lab.guest.spec.nics:
+        guest = self._lab.guest
+        if not guest.spec.nics:
+            return frozenset(), notes
+        if isinstance(self._meter, PerfMeter):
+            notes.append("testpmd polls all the time: its processor is not counted")
             return frozenset(), notes
         notes.append(
             "testpmd polls all the time: user space of the host is left out on its processor, and "
             "with it what testpmd did for the packets"
         )
-        return frozenset({("host", "user", self._lab.guest.layout.backend)}), notes
-
-
-def _slope(short: Reading, long: Reading, codes: list[Code]) -> Profile:
-    return attribute(long, codes) - attribute(short, codes)
+        return frozenset({("host", "user", guest.layout.backend)}), notes
 
 
 def _without(outcome: Outcome, why: str) -> Outcome:
@@ -166,6 +262,7 @@ def _with(
     less: Work,
     more: Work,
     left_out: frozenset[tuple[Side, Area, int]],
+    others: Mapping[str, float],
     notes: list[str],
 ) -> Outcome:
     units = more.count - less.count
@@ -187,13 +284,15 @@ def _with(
         "instructions": total(("host", "guest"), WORKING),
         "instructions_guest": total(("guest",), WORKING),
         "instructions_host": total(("host",), WORKING),
-        "instructions_module": total(("host", "guest"), ("module",)),
     }
+    if any(row.function is not None for row in found.rows):
+        metrics["instructions_module"] = total(("host", "guest"), ("module",))
     record = {
         "format": FORMAT,
         "unit": more.unit,
         "work": [less.count, more.count],
         "rows": _rows(found, kept, metrics["instructions"]),
+        "others": dict(others),
         "waiting": total(("host", "guest"), WAITING),
         "notes": notes,
     }
@@ -231,12 +330,20 @@ def counting_of(lab: Lab) -> tuple[Counting | None, str]:
     Raises:
         TransientError: the connection was lost.
     """
-    if lab.host.counter is None:
-        return None, lab.host.count_refusal
+    host = lab.host
     try:
-        lab.host.counter.read()
+        if host.counter is not None:
+            host.counter.read()
+            return Counting(lab, PluginMeter(lab, host.counter)), ""
+        if host.bare is None:
+            return None, host.count_refusal
+        watched = [lab.guest.layout.tools, *lab.guest.layout.vcpus]
+        if not lab.guest.spec.nics:
+            watched.append(lab.guest.layout.backend)
+        with perf.counting(host.bare, watched):
+            pass
+        return Counting(lab, PerfMeter(host.bare, watched)), ""
     except TransientError:
         raise
     except InfrastructureError as error:
-        return None, error.message
-    return Counting(lab, lab.host.counter), ""
+        return None, f"{error.message}{f' ({error.remedy})' if error.remedy else ''}"

@@ -561,9 +561,11 @@ class MachineSession:
         point = base.parse_params(chosen, params)
         with self._lease.watched():
             lab = self.lab
+            outcome = chosen.run(lab, point, duration_s)
             if self._counting is None:
-                return chosen.run(lab, point, duration_s)
-            return self._counting.measure(lambda s: chosen.run(lab, point, s), duration_s)
+                return outcome
+            with self.time_budget.phase("count"):
+                return self._counting.add(outcome, lambda s: chosen.run(lab, point, s))
 
     def paths(self, arm: str, points: Sequence[tuple[str, Mapping[str, Value]]]) -> list[PathPass]:
         """Count the experiment's functions while each point runs; see `campaign.runner.Session`."""

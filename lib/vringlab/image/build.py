@@ -10,7 +10,7 @@ import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from vringlab.cachedir import OnStep, Store, require_space
+from vringlab.cachedir import OnStep, Store
 from vringlab.errors import InfrastructureError
 from vringlab.image import emulator, initrd
 from vringlab.image.kernel_file import uncompressed
@@ -253,25 +253,13 @@ def ensure_image(recipe: Recipe | None = None, *, on_step: OnStep = lambda _: No
     recipe = recipe or Recipe(suite=settings().suite)
     digest = recipe.digest()
     store = Store(settings().cache / "images")
-    folder = store.entry(digest)
-    found = load(folder)
-    if found is not None:
-        return found
-    with store.locked(digest, on_step):
-        found = load(folder)
-        if found is not None:
-            return found
-        require_space(store.folder, _NEEDED_GB)
-        with store.building(digest) as target:
-            _build(recipe, target, digest, on_step)
-    found = load(folder)
-    if found is None:
-        raise InfrastructureError(
-            f"the image {folder} disappeared while it was made",
-            remedy="nothing else may clean the cache folder during a run",
-            host="local",
-        )
-    return found
+    return store.ensure(
+        digest,
+        load,
+        lambda target: _build(recipe, target, digest, on_step),
+        on_step=on_step,
+        space_gb=_NEEDED_GB,
+    )
 
 
 def _build(recipe: Recipe, target: Path, digest: str, on_step: OnStep) -> None:

@@ -16,7 +16,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from vringlab.cachedir import OnStep, Store, require_space
+from vringlab.cachedir import OnStep, Store
 from vringlab.errors import InfrastructureError, UserError
 from vringlab.kernels.base import BaseKernel
 from vringlab.kernels.source import MODULES, ModuleSource
@@ -390,39 +390,34 @@ def ensure_buildroot(
         )
     store = Store((cache or settings().cache) / "buildroots")
     key = _key(kernel)
-    if found := _load(kernel, store.entry(key)):
-        return found
-    with store.locked(key, on_step):
-        if found := _load(kernel, store.entry(key)):
-            return found
-        require_space(store.folder, _SPACE_GB)
-        with store.building(key) as folder:
-            on_step(f"fetching headers, compiler and source of {kernel.version} (once)")
-            _bootstrap(kernel, folder / "root")
-            made = _finish(kernel, folder)
-            (folder / "buildroot.json").write_text(
-                json.dumps(
-                    {
-                        "spec": kernel.spec,
-                        "release": kernel.release,
-                        "version": kernel.version,
-                        "suite": kernel.suite,
-                        "compiler": made.compiler,
-                        "kernel_dir": made.kernel_dir,
-                        "archive": made.archive.name,
-                        "packages": packages(kernel),
-                    },
-                    indent=2,
-                )
+
+    def build(folder: Path) -> None:
+        on_step(f"fetching headers, compiler and source of {kernel.version} (once)")
+        _bootstrap(kernel, folder / "root")
+        made = _finish(kernel, folder)
+        (folder / "buildroot.json").write_text(
+            json.dumps(
+                {
+                    "spec": kernel.spec,
+                    "release": kernel.release,
+                    "version": kernel.version,
+                    "suite": kernel.suite,
+                    "compiler": made.compiler,
+                    "kernel_dir": made.kernel_dir,
+                    "archive": made.archive.name,
+                    "packages": packages(kernel),
+                },
+                indent=2,
             )
-    loaded = _load(kernel, store.entry(key))
-    if loaded is None:
-        raise InfrastructureError(
-            f"the build root {store.entry(key)} disappeared while it was made",
-            remedy="nothing else may clean the cache folder during a run",
-            host="local",
         )
-    return loaded
+
+    return store.ensure(
+        key,
+        lambda folder: _load(kernel, folder),
+        build,
+        on_step=on_step,
+        space_gb=_SPACE_GB,
+    )
 
 
 def cached_roots(cache: Path | None = None) -> tuple[BuildRoot, ...]:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from vringlab.cachedir import OnStep, Store, require_space
+from vringlab.cachedir import OnStep, Store
 from vringlab.errors import InfrastructureError, UserError
 from vringlab.image import initrd
 from vringlab.image.build import Image
@@ -122,30 +122,19 @@ def ensure_bundle(
     digest = _key(spec, recipe)
     store = Store((cache or settings().cache) / "kernels")
     key = f"debian-{series}-{digest}"
-    if found := load_bundle(store.entry(key)):
-        return found
-    with store.locked(key, on_step):
-        if found := load_bundle(store.entry(key)):
-            return found
-        require_space(store.folder, _SPACE_GB)
-        with store.building(key) as folder:
-            on_step(f"fetching the kernel of {spec} (once)")
-            root = folder / "root"
-            version = _fetch(SUPPORTED[series], root)
-            tree = root / "kernel"
-            release = _release(tree)
-            kernel = resolve(spec, suite=SUPPORTED[series], release=release, version=version)
-            pack(tree, kernel, root, folder, recipe, on_step)
-            shutil.rmtree(root)
-            write_bundle(folder, digest, kernel)
-    made = load_bundle(store.entry(key))
-    if made is None:
-        raise InfrastructureError(
-            f"the kernel bundle {store.entry(key)} disappeared while it was made",
-            remedy="nothing else may clean the cache folder during a run",
-            host="local",
-        )
-    return made
+
+    def build(folder: Path) -> None:
+        on_step(f"fetching the kernel of {spec} (once)")
+        root = folder / "root"
+        version = _fetch(SUPPORTED[series], root)
+        tree = root / "kernel"
+        release = _release(tree)
+        kernel = resolve(spec, suite=SUPPORTED[series], release=release, version=version)
+        pack(tree, kernel, root, folder, recipe, on_step)
+        shutil.rmtree(root)
+        write_bundle(folder, digest, kernel)
+
+    return store.ensure(key, load_bundle, build, on_step=on_step, space_gb=_SPACE_GB)
 
 
 def write_bundle(folder: Path, digest: str, kernel: BaseKernel) -> None:

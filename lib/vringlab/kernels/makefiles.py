@@ -42,6 +42,7 @@ _FLAGS = re.compile(
 _CROWD = 200
 #: Raise it when the content of an index changes.
 _FORMAT = 1
+_INDEX = "index.json.gz"
 
 
 @dataclass(frozen=True)
@@ -118,14 +119,16 @@ def ensure_index(
     state = repr((_FORMAT, version, source.name, stat.st_size)).encode()
     key = f"{version}-{hashlib.sha256(state).hexdigest()[:12]}"
     store = Store((cache or settings().cache) / "indexes")
-    entry = store.entry(key) / "index.json.gz"
-    if not entry.is_file():
-        with store.locked(key, on_step):
-            if not entry.is_file():
-                on_step(f"reading the Makefiles of linux {version} (once)")
-                with store.building(key) as target:
-                    _write(source, target / entry.name)
-    document = json.loads(gzip.decompress(entry.read_bytes()))
+
+    def build(target: Path) -> None:
+        on_step(f"reading the Makefiles of linux {version} (once)")
+        _write(source, target / _INDEX)
+
+    def load(folder: Path) -> bytes | None:
+        return (folder / _INDEX).read_bytes() if (folder / _INDEX).is_file() else None
+
+    packed = store.ensure(key, load, build, on_step=on_step)
+    document = json.loads(gzip.decompress(packed))
     return SourceIndex(
         document["makefiles"],
         {name: tuple(found) for name, found in document["includers"].items()},

@@ -15,7 +15,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
-from vringlab.cachedir import OnStep, Store, require_space
+from vringlab.cachedir import OnStep, Store
 from vringlab.errors import InfrastructureError, UserError, VringlabError
 from vringlab.kernels import makefiles
 from vringlab.kernels.buildroot import WORK, BuildRoot
@@ -250,17 +250,6 @@ def _read(entry: Path, record: Mapping[str, Any]) -> BuiltModule | None:
     return BuiltModule(path=path, log_path=entry / "build.log", cached=True, **kept)
 
 
-def _moved(built: BuiltModule, entry: Path) -> BuiltModule:
-    """The module as it is in its cache entry."""
-    return replace(
-        built,
-        path=entry / built.path.name,
-        log_path=entry / "build.log",
-        before=tuple(_moved(item, entry) for item in built.before),
-        after=tuple(_moved(item, entry) for item in built.after),
-    )
-
-
 def _files(
     root: BuildRoot, arm: Arm, layout: _Layout, on_step: OnStep, cache: Path
 ) -> dict[str, bytes]:
@@ -314,17 +303,17 @@ def build_module(
     files = _files(root, arm, layout, on_step, cache)
     store = Store(cache / "modules")
     key = _key(root, arm, layout, files)
-    if found := _load(store.entry(key)):
-        return found
-    with store.locked(key, on_step):
-        if found := _load(store.entry(key)):
-            return found
-        require_space(store.folder, _SPACE_GB)
+
+    fresh: list[Path] = []
+
+    def build(folder: Path) -> None:
+        fresh.append(folder)
         what = ", ".join(arm.modules)
         on_step(f"building {what}, arm {arm.name}, for {root.kernel.release}")
-        with store.building(key, keep_failed=True) as folder:
-            built = _Build(root, arm, layout, folder, kept=store.failed(key)).run(files)
-    return _moved(built, store.entry(key))
+        _Build(root, arm, layout, folder, kept=store.failed(key)).run(files)
+
+    found = store.ensure(key, _load, build, on_step=on_step, space_gb=_SPACE_GB, keep_failed=True)
+    return replace(found, cached=not fresh)
 
 
 class _Build:

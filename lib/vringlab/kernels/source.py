@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 
-from vringlab.cachedir import OnStep, Store
+from vringlab.cachedir import OnStep, Store, there
 from vringlab.errors import InfrastructureError, UserError
 from vringlab.settings import settings
 
@@ -237,11 +237,10 @@ def ensure_folders(
     folders = sorted(ours if set(wanted) <= ours else set(wanted))
     key = f"{version}-{hashlib.sha256(repr((version, folders)).encode()).hexdigest()[:12]}"
     store = Store((cache or settings().cache) / "sources")
-    entry = store.entry(key)
-    if not entry.is_dir():
-        with store.locked(key, on_step):
-            if not entry.is_dir():
-                on_step(f"reading {', '.join(folders)} out of the kernel's source")
-                with store.building(key) as target:
-                    extract(archive, folders, target)
+
+    def build(target: Path) -> None:
+        on_step(f"reading {', '.join(folders)} out of the kernel's source")
+        extract(archive, folders, target)
+
+    entry = store.ensure(key, there, build, on_step=on_step)
     return SourceTree(folder=entry, version=version)

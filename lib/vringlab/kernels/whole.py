@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from vringlab.cachedir import OnStep, Store, require_space
+from vringlab.cachedir import OnStep, Store, there
 from vringlab.errors import InfrastructureError, UserError, VringlabError
 from vringlab.image.build import Image
 from vringlab.image.recipe import Recipe
@@ -206,20 +206,18 @@ def _state_of_tree(tree: Path) -> str:
 def _unpacked(archive: Path, state: str, on_step: OnStep, cache: Path) -> Path:
     store = Store(cache / "trees")
     key = f"tarball-{state[:16]}"
-    entry = store.entry(key)
-    if not entry.is_dir():
-        with store.locked(key, on_step):
-            if not entry.is_dir():
-                require_space(store.folder, _SPACE_GB)
-                on_step(f"unpacking {archive.name} (once)")
-                with store.building(key) as folder:
-                    try:
-                        with tarfile.open(archive) as tar:
-                            tar.extractall(folder, filter="data")
-                    except (tarfile.TarError, EOFError, OSError) as error:
-                        raise UserError(
-                            f"{archive} cannot be unpacked: {error}", remedy="fetch it again"
-                        ) from None
+
+    def build(folder: Path) -> None:
+        on_step(f"unpacking {archive.name} (once)")
+        try:
+            with tarfile.open(archive) as tar:
+                tar.extractall(folder, filter="data")
+        except (tarfile.TarError, EOFError, OSError) as error:
+            raise UserError(
+                f"{archive} cannot be unpacked: {error}", remedy="fetch it again"
+            ) from None
+
+    entry = store.ensure(key, there, build, on_step=on_step, space_gb=_SPACE_GB)
     tops = [item for item in entry.iterdir() if item.is_dir()]
     tree = tops[0] if len(tops) == 1 else entry
     _check_tree(tree, f"tarball:{archive}")
@@ -247,26 +245,24 @@ def _commit(url: str, ref: str) -> str:
 def _checkout(url: str, ref: str, commit: str, on_step: OnStep, cache: Path) -> Path:
     store = Store(cache / "trees")
     key = f"git-{commit[:16]}"
-    entry = store.entry(key)
-    if not entry.is_dir():
-        with store.locked(key, on_step):
-            if not entry.is_dir():
-                require_space(store.folder, _SPACE_GB)
-                on_step(f"fetching {ref} of {url} (once)")
-                with store.building(key) as folder:
-                    _git("init", "-q", str(folder))
-                    for arguments in (
-                        ("fetch", "-q", "--depth=1", url, commit),
-                        ("checkout", "-q", "FETCH_HEAD"),
-                    ):
-                        done = _git("-C", str(folder), *arguments, timeout=_GIT_S)
-                        if done.returncode != 0:
-                            raise UserError(
-                                f"{ref} of {url} cannot be fetched",
-                                remedy="check the address, the revision and the network",
-                                host="local",
-                                stderr=done.stderr,
-                            )
+
+    def build(folder: Path) -> None:
+        on_step(f"fetching {ref} of {url} (once)")
+        _git("init", "-q", str(folder))
+        for arguments in (
+            ("fetch", "-q", "--depth=1", url, commit),
+            ("checkout", "-q", "FETCH_HEAD"),
+        ):
+            done = _git("-C", str(folder), *arguments, timeout=_GIT_S)
+            if done.returncode != 0:
+                raise UserError(
+                    f"{ref} of {url} cannot be fetched",
+                    remedy="check the address, the revision and the network",
+                    host="local",
+                    stderr=done.stderr,
+                )
+
+    entry = store.ensure(key, there, build, on_step=on_step, space_gb=_SPACE_GB)
     _check_tree(entry, f"git:{url}@{ref}")
     return entry
 
@@ -314,20 +310,19 @@ def patched_tree(tree: Path, diffs: Sequence[str], *, on_step: OnStep) -> Path:
     state = hashlib.sha256(repr((str(tree), _state_of_tree(tree), list(diffs))).encode())
     store = Store(settings().cache / "trees")
     key = f"patched-{state.hexdigest()[:16]}"
-    if not store.entry(key).is_dir():
-        with store.locked(key, on_step):
-            require_space(store.folder, _SPACE_GB)
-            on_step("copying the source and patching it")
-            with store.building(key) as folder:
-                for item in tree.iterdir():
-                    if item.name != ".git":
-                        local.run(
-                            ["cp", "-r", "--reflink=auto", str(item), str(folder / item.name)],
-                            timeout=_GIT_S,
-                        )
-                for number, diff in enumerate(diffs, start=1):
-                    _patch(folder, number, diff)
-    return store.entry(key)
+
+    def build(folder: Path) -> None:
+        on_step("copying the source and patching it")
+        for item in tree.iterdir():
+            if item.name != ".git":
+                local.run(
+                    ["cp", "-r", "--reflink=auto", str(item), str(folder / item.name)],
+                    timeout=_GIT_S,
+                )
+        for number, diff in enumerate(diffs, start=1):
+            _patch(folder, number, diff)
+
+    return store.ensure(key, there, build, on_step=on_step, space_gb=_SPACE_GB)
 
 
 def _patch(folder: Path, number: int, diff: str) -> None:
@@ -400,14 +395,12 @@ def _adopt(spec: str, tree: Path, on_step: OnStep, cache: Path) -> Base:
     ).hexdigest()[:16]
     store = Store(cache / "kernels")
     key = f"{folder_name(spec)}-{digest}"
-    bundle = load_bundle(store.entry(key))
-    if bundle is None:
-        with store.locked(key, on_step):
-            require_space(store.folder, _SPACE_GB / 4)
-            with store.building(key) as folder:
-                _pack_tree(tree, kernel, folder, recipe, on_step)
-                write_bundle(folder, digest, kernel)
-        bundle = load_bundle(store.entry(key))
+
+    def build(folder: Path) -> None:
+        _pack_tree(tree, kernel, folder, recipe, on_step)
+        write_bundle(folder, digest, kernel)
+
+    bundle = store.ensure(key, load_bundle, build, on_step=on_step, space_gb=_SPACE_GB / 4)
     root = BuildRoot(kernel, Path("/"), tree, compiler, str(tree))
     return Base(kernel, root, bundle)
 
@@ -444,14 +437,19 @@ def _build(spec: str, tree: Path, state: str, on_step: OnStep, cache: Path) -> B
     digest = hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]
     store = Store(cache / "wholes")
     key = f"{folder_name(spec)}-{digest}"
-    if not (store.entry(key) / "metadata.json").is_file():
-        with store.locked(key, on_step):
-            if not (store.entry(key) / "metadata.json").is_file():
-                require_space(store.folder, _SPACE_GB)
-                on_step(f"building the whole kernel of {spec} (once; some ten minutes and more)")
-                with store.building(key, keep_failed=True) as folder:
-                    _Whole(spec, tree, version, compiler, digest, folder).run(on_step)
-    folder = store.entry(key)
+
+    def build(folder: Path) -> None:
+        on_step(f"building the whole kernel of {spec} (once; some ten minutes and more)")
+        _Whole(spec, tree, version, compiler, digest, folder).run(on_step)
+
+    folder = store.ensure(
+        key,
+        lambda path: path if (path / "metadata.json").is_file() else None,
+        build,
+        on_step=on_step,
+        space_gb=_SPACE_GB,
+        keep_failed=True,
+    )
     made = json.loads((folder / "metadata.json").read_text())
     kernel = BaseKernel(**made["kernel"])
     bundle = KernelBundle(folder, digest, kernel)

@@ -64,6 +64,8 @@ class HostMachine:
         lost_is_undone: Whether the host undoes all by itself when the connection is lost.
         counter: Its instruction counter; None where there is none.
         count_refusal: Why there is none; empty when there is.
+        bare: The host outside of the image's root, for programs that belong to its kernel; None
+            for a host of ours, which has none but the image's.
     """
 
     machine: Machine
@@ -80,6 +82,7 @@ class HostMachine:
     lost_is_undone: bool = False
     counter: Counter | None = None
     count_refusal: str = "not asked for"
+    bare: Machine | None = None
 
 
 @dataclass(frozen=True)

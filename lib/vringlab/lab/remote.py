@@ -354,5 +354,5 @@ def user_host(
             on_change=lease.record,
             swap_refusal=_swap_refusal(str(known["kernel"]["release"]), image),
             lost_is_undone=True,
-            count_refusal="only the emulated host of vringlab's own counts instructions",
+            bare=machine.inside(f"{lease.root}sh -c"),
         )

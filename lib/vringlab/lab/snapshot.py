@@ -131,7 +131,10 @@ def _key(digest: str, edition: int) -> str:
 
 def find(digest: str, edition: int = 1) -> Snapshot | None:
     """The snapshot of that name, or None when there is no whole one."""
-    folder = _store().entry(_key(digest, edition))
+    return _load(_store().entry(_key(digest, edition)), digest, edition)
+
+
+def _load(folder: Path, digest: str, edition: int) -> Snapshot | None:
     try:
         kept = json.loads((folder / "lab.json").read_text())
         left = kept["left"]
@@ -164,32 +167,25 @@ def ensure(
             disk is full. Nothing half-written is left.
     """
     digest = digest_of(image, accelerator, spec)
-    store, key = _store(), _key(digest, edition)
-    found = find(digest, edition)
-    if found is not None:
-        return found
-    with store.locked(key, on_step):
-        found = find(digest, edition)
-        if found is not None:
-            return found
+    store = _store()
+
+    def build(folder: Path) -> None:
         _prune(store)
-        require_space(store.folder, _SPACE_GB)
-        with store.building(key) as folder:
-            on_step("saving a lab, to be restored from now on: booting it")
-            try:
-                _make(image, accelerator, spec, folder, on_step)
-            except InfrastructureError:
-                # A full disk kills QEMU where it writes to its memory, without a word.
-                require_space(store.folder, _FULL_GB)
-                raise
-    found = find(digest, edition)
-    if found is None:
-        raise InfrastructureError(
-            f"the snapshot {store.entry(key)} disappeared while it was made",
-            remedy="nothing else may clean the cache folder during a run",
-            host="local",
-        )
-    return found
+        on_step("saving a lab, to be restored from now on: booting it")
+        try:
+            _make(image, accelerator, spec, folder, on_step)
+        except InfrastructureError:
+            # A full disk kills QEMU where it writes to its memory, without a word.
+            require_space(store.folder, _FULL_GB)
+            raise
+
+    return store.ensure(
+        _key(digest, edition),
+        lambda folder: _load(folder, digest, edition),
+        build,
+        on_step=on_step,
+        space_gb=_SPACE_GB,
+    )
 
 
 def _make(

@@ -32,7 +32,7 @@ HEADLINE = (
     *("pps_tx", "pps_rx", "tx_interrupts"),
     *("throughput", "transactions", "cpu", "throughput_per_cpu", "transactions_per_cpu"),
     *("slab_peak", "slab_median"),
-    "instructions",
+    *("instructions", "instructions_guest", "instructions_host"),
 )
 
 _NUMBER = re.compile(r"\d[\d.,]*")

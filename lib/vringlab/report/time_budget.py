@@ -18,6 +18,7 @@ _COLOURS = {
     "switch": "#d55e00",
     "prepare": "#8c8cd9",
     "measure": "#009e73",
+    "count": "#0072b2",
     "path": "#c5b000",
     "collect": "#a6761d",
     "analyse": "#7f7f7f",
