@@ -300,6 +300,8 @@ class CountingSession(FakeSession):
     def measure(self, workload: str, params: Mapping[str, Value], duration_s: float) -> Outcome:
         """The figures of one measurement, and a profile."""
         found = super().measure(workload, params, duration_s)
+        if not found.valid:
+            return found
         queue = self._work.get(self._arm, 1.0)
         scale = 1 + self._draw.gauss(0.0, self._spread)
         profile = {

@@ -244,6 +244,16 @@ def test_a_host_that_cannot_count_says_why(vsock: RunFrames) -> None:
     assert why in re.sub(r"\s+", " ", mail_text(run))
 
 
+def test_what_perf_counted_has_no_functions_and_is_said_to_be_its(vsock: RunFrames) -> None:
+    run = with_samples(vsock, lambda samples: samples.assign(host_kind="physical"))
+    assert "as perf reads them" in opinions.method(run)
+    assert "executed to wait" not in opinions.method(run)
+    assert function_view.name_of("guest", "kernel", "", "") == "guest, kernel as a whole"
+    assert function_view.name_of("host", "user", "", "") == "host, user space"
+    assert function_view.name_of("guest", "module", "toy", "") == "guest (no symbol) [toy]"
+    assert function_view.name_of("host", "kernel", "kvm", "exit") == "host exit [kvm]"
+
+
 def test_a_run_that_was_not_asked_says_nothing_of_instructions(
     tmp_path: Path, vsock: RunFrames
 ) -> None:
@@ -265,7 +275,8 @@ def test_show_page_and_mail_have_both_opinions(vsock: RunFrames) -> None:
         plain = re.sub(r"\s+", " ", text)
         assert "Two opinions, time and instructions" in plain
         assert f"{said}: rtt_mean" in plain
-        assert "slope between a short run and the timed one" in plain
+        assert "slope between two untimed runs" in plain
+        assert "those of the emulated processors" in plain
 
 
 def test_the_table_has_a_row_for_each_arm_and_point(vsock: RunFrames) -> None:
@@ -428,8 +439,9 @@ def test_the_needed_pairs_are_the_fewest_with_the_power(
 
         least = next(boots for boots in range(2, 1000) if power(boots) >= POWER)
         assert one.needed.blocks == least
-        # One sample of a second for each arm.
-        assert one.needed_s == pytest.approx(2 * least)
+        # One sample of a second for each arm; counted runs are of one and of three seconds.
+        each = 2 if one.asked.metric == "rtt_mean" else 8
+        assert one.needed_s == pytest.approx(each * least)
     time, counted_ = asked
     assert time.needed is not None
     assert counted_.needed is not None
@@ -437,7 +449,7 @@ def test_the_needed_pairs_are_the_fewest_with_the_power(
     told = pairs_view.pairs_lines(asked)
     assert f"{time.needed.blocks} pairs" in told[0]
     assert f"{counted_.needed.blocks} pairs" in told[1]
-    share = 100 * counted_.needed.blocks / time.needed.blocks
+    share = 100 * 8 * counted_.needed.blocks / (2 * time.needed.blocks)
     assert f"{share:.3g} % of the measuring time" in told[2]
 
 

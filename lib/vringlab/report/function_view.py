@@ -56,10 +56,9 @@ _WIDEN = 0.8
 
 def name_of(side: str, area: str, module: str, function: str) -> str:
     """What a row of a profile is called: `guest virtio_transport_send_pkt [vsock module]`."""
-    if area == "user" and not function:
-        return f"{side}, user space"
-    what = function or "(no symbol)"
-    return f"{side} {what}{f' [{module}]' if module else ''}{'' if function else f', {area}'}"
+    if not function and not module:
+        return f"{side}, user space" if area == "user" else f"{side}, {area} as a whole"
+    return f"{side} {function or '(no symbol)'}{f' [{module}]' if module else ''}"
 
 
 def working(table: pd.DataFrame) -> pd.DataFrame:
@@ -88,7 +87,7 @@ def difference_table(
     rows = [
         (
             *(row[name] for name in ("side", "area", "module")),
-            row["function"] or ("" if row["area"] == "user" else "(no symbol)"),
+            row["function"] or ("(no symbol)" if row["module"] else "(as a whole)"),
             *_numbers(row["reference"], row["arm"], row["change"]),
             _interval(row["low"], row["high"]),
         )
@@ -197,9 +196,11 @@ def _figure(
     areas = by_area(table)
     # Colours say which are the modules under test; a narrow figure has no room for their names.
     names = [
-        name_of(side, area, module if width == "wide" else "", function)
+        name_of(side, area, module, function)
         for side, area, module, function in shown[instructions.FUNCTION].itertuples(index=False)
     ]
+    if width == "narrow":
+        names = [name.partition(" [")[0] for name in names]
     lines = [wrapped(name, 0.45 * room, SMALL) for name in names]
     texts = [*chain.from_iterable(lines), arm, reference]
     left = max(text_inches(text, SMALL) for text in texts) + 0.15

@@ -28,14 +28,6 @@ from vringlab.report.trial_view import Finding, judge
 TIMES = ("rtt_mean", "pps_tx", "throughput", "transactions")
 INSTRUCTIONS = "instructions"
 
-#: What is counted, for readers of the figures.
-METHOD = (
-    "Instructions are those of the emulated processors, in host and guest together, for one unit "
-    "of work: the slope between a short run and the timed one, so that what both take alike "
-    "cancels. "
-    "Those executed to wait (idle loops, spinning for a lock) are left out."
-)
-
 Word = Literal[
     "both better",
     "both worse",
@@ -187,6 +179,18 @@ def _instructions_undecided(time: Gain, counted: Gain) -> tuple[Word, str]:
     return word, "the instructions' interval holds a change of the time's size, and is not decided"
 
 
+def method(run: RunFrames) -> str:
+    """What was counted and how, for readers of the figures."""
+    emulated = set(run.samples["host_kind"]) <= {"emulated", "simulated"}
+    whose = "the emulated processors" if emulated else "the host's processors, as perf reads them"
+    waits = " Those executed to wait (idle loops, spinning for a lock) are left out."
+    return (
+        f"Instructions are those of {whose}, in host and guest together, for one unit of work: the "
+        "slope between two untimed runs of different length, so that what both take alike cancels."
+        f"{waits if emulated else ''}"
+    )
+
+
 def refusal(run: RunFrames) -> str:
     """Why a run has no instructions; empty when it has some."""
     if INSTRUCTIONS in set(run.samples["metric"]):
@@ -279,11 +283,11 @@ def _judged(
 
 def _lacking(run: RunFrames, time: ArmRow | None, counted: ArmRow | None) -> str:
     """Why there are not two opinions; empty when there are."""
-    if counted is None:
-        return f"instructions: {refusal(run) or 'none were counted here'}"
     if time is None:
         return f"the workload has none of {', '.join(TIMES)}"
-    for row in (counted, time):
+    for row in (time, counted):
+        if row is None:
+            return f"instructions: {refusal(run) or 'none were counted here'}"
         if row.effect is None:
             why = row.problem or "no pair of samples"
             return why if row.metric in why else f"{row.metric}: {why}"
@@ -351,7 +355,7 @@ def lines(run: RunFrames) -> list[str]:
     if why:
         return [f"Instructions are not available: {why}."]
     told = [f"{', '.join(_subject(item))}: {item.sentence}" for item in opinions(run)]
-    return [*told, METHOD]
+    return [*told, method(run)]
 
 
 def _subject(item: Opinion) -> list[str]:

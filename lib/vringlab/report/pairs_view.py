@@ -18,6 +18,7 @@ from vringlab.analysis.power import POWER, RequiredN, design_half_width, noise_f
 from vringlab.analysis.stats import Effect, from_pairs
 from vringlab.analysis.units import metric as metric_spec
 from vringlab.campaign.experiment import Value
+from vringlab.campaign.instructions import SIZES_S
 from vringlab.errors import MeasurementInvalid, UserError, VringlabError
 from vringlab.report.canvas import (
     INK,
@@ -32,7 +33,7 @@ from vringlab.report.canvas import (
     usable,
 )
 from vringlab.report.noise_view import Question
-from vringlab.report.opinions import chosen, opinions, refusal, summary_of
+from vringlab.report.opinions import INSTRUCTIONS, chosen, opinions, refusal, summary_of
 from vringlab.report.power_view import required
 from vringlab.report.summary import at, change_text, count
 from vringlab.report.time_budget import duration
@@ -42,7 +43,8 @@ _COLOURS = ("#0072b2", "#d55e00")
 _CAPTION = (
     "Points: this run's interval after so many pairs. Lines: expected at this run's spreads, "
     "reckoned and not measured. Half widths are shown as an increase: a change of -20 % is as far "
-    "from none as one of +25 %. Times are those of timed windows alone."
+    "from none as one of +25 %. Times are those of the timed windows, and of the runs that were "
+    "counted."
 )
 #: End of the axis of pairs: what needs more is said in words.
 _MOST = 10_000
@@ -55,7 +57,7 @@ class Pairing:
     Attributes:
         asked: The comparison, with its A/A pair.
         ratio: Ratio to be found.
-        pair_s: Timed windows of one pair, s.
+        pair_s: Length of one pair's runs, s: the timed windows, or the runs that were counted.
     """
 
     asked: Question
@@ -74,7 +76,7 @@ class Pairing:
 
     @property
     def needed_s(self) -> float:
-        """Timed windows of those, s; infinite beyond."""
+        """Length of their runs, s; infinite beyond."""
         return self.needed.blocks * self.pair_s if self.needed is not None else float("inf")
 
     @property
@@ -199,6 +201,8 @@ def answer(run: RunFrames, width: Width = "wide") -> Answer:
 
 
 def _pair_s(run: RunFrames, asked: Question) -> float:
+    if asked.metric == INSTRUCTIONS:
+        return 2 * sum(SIZES_S)
     rows = at(run.samples, asked.workload, asked.params)
     rows = rows[rows["valid"].astype(bool) & (rows["metric"] == asked.metric)]
     windows = rows.groupby("arm")["window_s"].mean()
@@ -212,7 +216,7 @@ def pairs_lines(asked: Sequence[Pairing]) -> list[str]:
         need = one.needed
         what = (
             f"{count(need.blocks, 'pair')} ({count(need.boots, 'boot')} of "
-            f"{need.blocks_per_boot}), {duration(one.needed_s)} of timed windows"
+            f"{need.blocks_per_boot}), {duration(one.needed_s)} of {_runs(one)}"
             if need is not None
             else "over 100,000 boots"
         )
@@ -232,12 +236,16 @@ def pairs_lines(asked: Sequence[Pairing]) -> list[str]:
     return told
 
 
+def _runs(one: Pairing) -> str:
+    return "counted runs" if one.asked.metric == INSTRUCTIONS else "timed windows"
+
+
 def _apart(one: Pairing) -> str:
     return f"{100 * (one.apart - 1):.1f} %"
 
 
 def pairs_table(asked: Sequence[Pairing]) -> pd.DataFrame:
-    """The same as a table: spreads, pairs and minutes of timed windows, by metric."""
+    """The same as a table: spreads, pairs and their length, by metric."""
     rows = []
     for one in asked:
         block, boot = one.asked.spreads
@@ -251,7 +259,7 @@ def pairs_table(asked: Sequence[Pairing]) -> pd.DataFrame:
                 "spread per boot": f"{100 * boot:.1f} %",
                 "equal arms, median": _apart(one),
                 "pairs needed": f"{need.blocks} in {count(need.boots, 'boot')}" if need else "-",
-                "timed windows": duration(one.needed_s) if need else "-",
+                "runs of": duration(one.needed_s) if need else "-",
             }
         )
     return pd.DataFrame(rows)
