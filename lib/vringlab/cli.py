@@ -356,11 +356,17 @@ def _show(path: Path) -> None:
         console.print(f"\nWhat this run says {of}", style="bold")
         for line in trial_view.lines(loaded):
             console.print(f"  {line}", highlight=False, markup=False)
-        return
-    console.print("\nVerdicts on the published claims", style="bold")
+    else:
+        console.print("\nVerdicts on the published claims", style="bold")
     for verdict in verdicts:
         rest = verdict.sentence.removeprefix(verdict.word)
         console.print(f"  [bold]{verdict.word}[/bold]{escape(rest)}", highlight=False)
+    if loaded.plan.count_instructions:
+        from vringlab.report import opinions
+
+        console.print("\nTwo opinions, time and instructions", style="bold")
+        for line in opinions.lines(loaded):
+            console.print(f"  {line}", highlight=False, markup=False)
 
 
 @app.command()

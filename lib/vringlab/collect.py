@@ -108,6 +108,54 @@ class HostParameters(RunParameters):
         return MappingProxyType(found)
 
 
+class CountedParameters(NotebookParameters):
+    """Parameters of the notebook that explains runs by the instructions that they counted.
+
+    Attributes:
+        host: `replay` reads the recordings; `embedded` measures here, and counts.
+        recorded: By experiment what `replay` reads: a run folder or bundle, or the id of a run
+            made here.
+        profile: How much to measure.
+        seed: What the order of cells is drawn from.
+        params: By experiment the values by parameter, one or a list.
+        arms: By experiment the arms beside the reference and its twin.
+        figures_folder: Where to write figures; see `RunParameters`.
+    """
+
+    host: Literal["replay", "embedded"]
+    recorded: dict[str, str]
+    profile: Literal["smoke", "quick", "full"]
+    seed: int
+    params: dict[str, dict[str, Value | list[Value]]]
+    arms: dict[str, list[str]]
+    figures_folder: Path | None
+
+    def run(self, experiment: str) -> RunFrames:
+        """Collect a run of an experiment whose instructions are counted.
+
+        Raises:
+            UserError: `recorded` does not name the experiment; or as for `collect`.
+            TransientError, InfrastructureError, Interrupted: as for `collect`.
+        """
+        host: str = self.host
+        if host == REPLAY:
+            if experiment not in self.recorded:
+                raise UserError(
+                    f"`recorded` has no run of experiment {experiment!r}",
+                    remedy="name one, or measure with host='embedded'",
+                )
+            host = f"{REPLAY}:{self.recorded[experiment]}"
+        return collect(
+            experiment,
+            host=host,
+            profile=self.profile,
+            seed=self.seed,
+            params=self.params.get(experiment, {}),
+            arms=self.arms.get(experiment, []),
+            count_instructions=True,
+        )
+
+
 def collect(
     experiment: str,
     *,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -12,10 +14,11 @@ from vringlab.analysis.frames import RunFrames, load_run
 from vringlab.campaign import experiment as experiments
 from vringlab.campaign.experiment import Arm, Profile, Value, WorkloadUse
 from vringlab.campaign.fake import FakeSession, FakeWorkload
+from vringlab.campaign.instructions import FORMAT, WORKING
 from vringlab.campaign.plan import make_plan
 from vringlab.campaign.runner import execute
 from vringlab.campaign.store import Store
-from vringlab.workloads.base import Params
+from vringlab.workloads.base import Metric, Outcome, Params
 
 VSOCK, NET = "vsock-direct-enqueue", "virtio-net-napi-tx"
 RX_POLL, NETPERF = "vhost-net-rx-poll", "virtio-net-netperf"
@@ -259,3 +262,102 @@ SHAPES: Mapping[str, Callable[[pd.DataFrame], pd.DataFrame]] = {
 def loaded(folder: Path, name: str, profile: str = "quick", whole: bool = False) -> RunFrames:
     """Execute and load."""
     return load_run(make_run(folder, name, profile, whole))
+
+
+#: Instructions for one unit of work by side, area, module and function, of no machine.
+PROFILE: Mapping[tuple[str, str, str | None, str | None], float] = {
+    ("guest", "kernel", None, "queue_work_on"): 20_000,
+    ("guest", "kernel", None, "process_one_work"): 15_000,
+    ("guest", "kernel", None, "schedule"): 30_000,
+    ("guest", "module", "vmw_vsock_virtio_transport", "virtio_transport_send_pkt"): 5_000,
+    ("guest", "module", "vmw_vsock_virtio_transport", None): 100,
+    ("guest", "user", None, None): 25_000,
+    ("guest", "idle", None, "default_idle"): 40_000,
+    ("host", "kernel", None, "kvm_arch_vcpu_ioctl_run"): 50_000,
+    ("host", "kernel", None, "(the rest)"): 9_000,
+    ("host", "spin", None, "native_queued_spin_lock_slowpath"): 7_000,
+    ("host", "user", None, None): 8_000,
+}
+
+
+class CountingSession(FakeSession):
+    """A session that pretends to count instructions, too: random figures around `PROFILE`.
+
+    Args:
+        work: Instructions of `queue_work_on` and `process_one_work` by arm, as a multiple of the
+            reference's; 1 where not named.
+        spread: Standard deviation of a cell's log instructions.
+        kwargs: Those of `FakeSession`.
+    """
+
+    def __init__(
+        self, work: Mapping[str, float] | None = None, spread: float = 0.01, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        self._work = dict(work or {})
+        self._spread = spread
+
+    def measure(self, workload: str, params: Mapping[str, Value], duration_s: float) -> Outcome:
+        """The figures of one measurement, and a profile."""
+        found = super().measure(workload, params, duration_s)
+        if not found.valid:
+            return found
+        queue = self._work.get(self._arm, 1.0)
+        scale = 1 + self._draw.gauss(0.0, self._spread)
+        profile = {
+            key: value * scale * (queue if key[3] in QUEUE else 1.0)
+            for key, value in PROFILE.items()
+        }
+
+        def total(*areas: str, sides: tuple[str, ...] = ("guest", "host")) -> float:
+            return sum(
+                value for key, value in profile.items() if key[0] in sides and key[1] in areas
+            )
+
+        metrics = {
+            "instructions": total(*WORKING),
+            "instructions_guest": total(*WORKING, sides=("guest",)),
+            "instructions_host": total(*WORKING, sides=("host",)),
+            "instructions_module": total("module"),
+        }
+        unit = "packet" if workload.startswith("pktgen") else "round trip"
+        rows = [[*key, value] for key, value in profile.items()]
+        record = {"format": FORMAT, "unit": unit, "work": [100.0, 1000.0], "rows": rows}
+        return replace(
+            found,
+            metrics=(
+                *found.metrics,
+                *(Metric(name, value, "instruction") for name, value in metrics.items()),
+            ),
+            raw={**found.raw, "instructions.json": json.dumps(record).encode()},
+        )
+
+
+#: Functions that an arm of `CountingSession` may do without.
+QUEUE = ("queue_work_on", "process_one_work")
+
+
+def make_counted(
+    folder: Path,
+    name: str,
+    boots: int = 4,
+    blocks: int = 1,
+    params: Mapping[str, list[Value]] | None = None,
+    **session: Any,
+) -> Path:
+    """Execute a plan that counts instructions, with random figures; the run's folder.
+
+    Args:
+        folder: Where run folders are made.
+        name: The experiment.
+        boots: Guest lifetimes.
+        blocks: Blocks in each.
+        params: The points; a corner of the experiment when None.
+        session: What `CountingSession` takes.
+    """
+    made = experiments.load(name)
+    size = Profile(boots=boots, blocks_per_boot=blocks, duration_s=1)
+    made = made.model_copy(update={"profiles": {**made.profiles, "quick": size}})
+    plan = make_plan(made, "quick", 7, _POINTS[name] if params is None else params)
+    with Store.create(replace(plan, count_instructions=True), folder) as store:
+        return execute(store, lambda: CountingSession(**{"seed": 3, **session})).path

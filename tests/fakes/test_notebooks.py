@@ -14,6 +14,7 @@ from typing import Any
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from tests.fakes.fake_runs import NET, VSOCK, make_counted
 
 from vringlab.campaign import experiment as experiments
 from vringlab.campaign.fake import FakeSession
@@ -85,7 +86,7 @@ def text_of(notebook: Any) -> str:
 
 def test_all_notebooks_are_found() -> None:
     names = {path.stem for path in NOTEBOOKS}
-    assert {*OF_A_RUN, "01_host_and_guest", "02_claims"} <= names
+    assert {*OF_A_RUN, "01_host_and_guest", "02_claims", "50_why_is_it_faster"} <= names
 
 
 # How they are written
@@ -202,6 +203,43 @@ def test_a_notebook_bears_a_run_too_small_for_any_answer_and_says_it_is_simulate
     assert "insufficient data" in text
     written = {file.suffix for file in (folder / OF_A_RUN[name]).iterdir()}
     assert written == {".png", ".svg"}
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.parametrize("kind", ["counted", "one block", "not counted"])
+def test_the_notebook_on_instructions_bears_what_runs_have(
+    kind: str, simulated: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "figures"
+    names = (VSOCK, NET)
+    recorded = {name: str(simulated[name]) for name in names}
+    if kind != "not counted":
+        boots = 1 if kind == "one block" else 3
+        work = {"direct": 0.4, "merged": 0.4}
+        recorded = {
+            name: str(make_counted(tmp_path / "runs", name, boots=boots, work=work))
+            for name in names
+        }
+    notebook = with_parameters(
+        HERE / "50_why_is_it_faster.ipynb",
+        recorded=recorded,
+        params={},
+        arms={},
+        figures_folder=str(folder),
+    )
+    run(notebook, tmp_path)
+    text = text_of(notebook)
+    assert "SIMULATED" in text
+    said = {
+        "counted": ("fewer instructions", "By instructions, a change of", "queue_work_on"),
+        "one block": ("not available: rtt_mean: one block has no spread", "an assumed spread"),
+        "not counted": ("This run has no instructions to show: it was not asked for",),
+    }
+    for words in said[kind]:
+        assert words in text
+    for name in names:
+        assert (folder / name / "pairs.png").is_file()
+        assert (folder / name / "functions.png").is_file() == (kind != "not counted")
 
 
 # What they refuse

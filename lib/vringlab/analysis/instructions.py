@@ -2,6 +2,7 @@
 
 The profile of a cell is a slope between two sizes of work (`vringlab.campaign.instructions`), so
 single values of small functions may be below nothing; their mean over blocks is what counts.
+Instructions executed to wait (areas `idle` and `spin`) are in the profiles and in no metric.
 """
 
 from __future__ import annotations
@@ -11,32 +12,32 @@ from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
-from scipy import stats as sps
 
 from vringlab.analysis.frames import RunFrames
+from vringlab.analysis.stats import mean_t
 from vringlab.campaign import tables
 from vringlab.campaign.instructions import FORMAT
 from vringlab.errors import UserError
 
 #: What tells one function from another.
 FUNCTION = ["side", "area", "module", "function"]
-_COLUMNS = ["cell_id", "boot", "block", "arm", "workload", "unit", *FUNCTION, "value"]
+_CELL = ["cell_id", "host", "boot", "block", "arm", "workload"]
+_DIFFERENCE = ["reference", "arm", "change", "low", "high"]
 
 
 def profiles(run: RunFrames) -> pd.DataFrame:
     """Instructions for one unit of work of each valid cell, by function.
 
     Returns:
-        One row per cell and function: cell_id, boot, block, arm, workload, unit, the `param_`
-        columns, side, area, module and function (text; empty where it is not known), value
+        One row per cell and function: cell_id, host, boot, block, arm, workload, the `param_`
+        columns, unit, side, area, module and function (text; empty where it is not known), value
         (instructions). Empty when none were counted.
 
     Raises:
         UserError: a file is damaged, or of a format that this version does not know.
     """
     samples = run.samples[run.samples["valid"].astype(bool)]
-    columns = ["cell_id", "boot", "block", "arm", "workload", *run.params]
-    cells = samples.drop_duplicates("cell_id")[columns]
+    cells = samples.drop_duplicates("cell_id")[[*_CELL, *run.params]]
     rows = []
     for cell_id, path in tables.instruction_profiles(run.path).items():
         try:
@@ -47,16 +48,15 @@ def profiles(run: RunFrames) -> pd.DataFrame:
                     remedy="use the version of vringlab that wrote the run",
                 )
             rows += [
-                (cell_id, record["unit"], *(name or "" for name in names), float(value))
-                for *names, value in record["rows"]
+                (cell_id, record["unit"], side, area, module or "", function or "", float(value))
+                for side, area, module, function, value in record["rows"]
             ]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"{path} is damaged: {error}", remedy="restore it from a copy, or remove it"
             ) from None
     found = pd.DataFrame(rows, columns=["cell_id", "unit", *FUNCTION, "value"])
-    merged = cells.merge(found, on="cell_id", how="inner")
-    return merged[[*_COLUMNS[:5], *run.params, *_COLUMNS[5:]]]
+    return cells.merge(found, on="cell_id", how="inner")
 
 
 def difference(
@@ -73,44 +73,59 @@ def difference(
     Returns:
         One row per function, the largest difference first: side, area, module, function,
         `reference` and `arm` (means over boots), `change` (arm less reference), `low` and `high`
-        (Student's t on the boots' mean differences, as for all intervals here; NaN with one boot).
+        (Student's t on the boots' mean differences, on the hosts' with several, as for all
+        intervals here; NaN with one). Blocks that lack one of the arms are left out. Empty when
+        none has both.
     """
     mine = profile[profile["arm"].isin([arm, reference])]
+    counts, keys = _paired(mine, arm, reference)
+    if counts.empty:
+        return pd.DataFrame(columns=[*FUNCTION, *_DIFFERENCE])
     # A function that did not run in a block ran no instruction there.
-    wide = mine.pivot_table(
-        index=["boot", "block"],
-        columns=["arm", *FUNCTION],
-        values="value",
-        aggfunc="sum",
-        fill_value=0.0,
-    )
-    if wide.empty or not {arm, reference} <= set(wide.columns.get_level_values("arm")):
-        return pd.DataFrame(columns=[*FUNCTION, "reference", "arm", "change", "low", "high"])
-    stacked = {
-        name: pd.DataFrame(wide.xs(name, axis=1, level="arm")).groupby(level="boot").mean()
+    sums = mine.pivot_table(
+        index=keys, columns=["arm", *FUNCTION], values="value", aggfunc="sum", fill_value=0.0
+    ).loc[counts.index]
+    sides = {
+        name: pd.DataFrame(sums.xs(name, axis=1, level="arm")).div(counts[name], axis=0)
         for name in (arm, reference)
     }
-    both = stacked[arm].columns.union(stacked[reference].columns)
+    both = sides[arm].columns.union(sides[reference].columns)
     ours, theirs = (
-        stacked[name].reindex(columns=both, fill_value=0.0) for name in (arm, reference)
+        _clusters(sides[name].reindex(columns=both, fill_value=0.0), keys)
+        for name in (arm, reference)
     )
-    change = ours - theirs
-    boots = len(change)
-    half = (
-        float(sps.t.ppf(0.5 + level / 2, boots - 1)) * change.std(ddof=1) / np.sqrt(boots)
-        if boots > 1
-        else change.mean() * np.nan
-    )
+    found = mean_t((ours - theirs).to_numpy(dtype=np.float64).T)
+    half = found.half_width(level) if found.df else np.full(len(both), np.nan)
     table = pd.DataFrame(
         {
             "reference": theirs.mean(),
             "arm": ours.mean(),
-            "change": change.mean(),
-            "low": change.mean() - half,
-            "high": change.mean() + half,
+            "change": found.mean,
+            "low": found.mean - half,
+            "high": found.mean + half,
         }
     ).reset_index()
     return table.sort_values("change", key=lambda values: -values.abs(), ignore_index=True)
+
+
+def _paired(mine: pd.DataFrame, arm: str, reference: str) -> tuple[pd.DataFrame, list[str]]:
+    """Cells of each arm by block, of blocks that have both, and what names a block.
+
+    Where each arm has boots of its own, a block reaches across boots, as in `pairing.pair`.
+    """
+    for keys in (["host", "boot", "block"], ["host", "block"]):
+        counts = mine.groupby([*keys, "arm"])["cell_id"].nunique().unstack("arm")
+        counts = counts.reindex(columns=[arm, reference]).dropna()
+        if not counts.empty:
+            break
+    return counts, keys
+
+
+def _clusters(blocks: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+    """Means over what counts as independent: boots (blocks, across boots), or several hosts."""
+    means = blocks.groupby(level=keys[:2]).mean()
+    several = means.index.get_level_values("host").nunique() > 1
+    return means.groupby(level="host").mean() if several else means
 
 
 def at(profile: pd.DataFrame, workload: str, params: Mapping[str, object]) -> pd.DataFrame:

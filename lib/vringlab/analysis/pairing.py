@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -127,6 +127,19 @@ class Pairs:
         """Mean log ratio of each boot, each block weighing the same, shape (boots,)."""
         return np.bincount(self.boot, self.log_ratio, self.boots) / np.bincount(
             self.boot, minlength=self.boots
+        )
+
+    def first(self, blocks: int) -> Pairs:
+        """The pairs that were measured first, as if the run had ended after them."""
+        boot = self.boot[:blocks]
+        # Blocks are in order of measuring, boot by boot.
+        boots = int(boot.max()) + 1 if boot.size else 0
+        return replace(
+            self,
+            log_ratio=self.log_ratio[:blocks],
+            boot=boot,
+            host=self.host[:boots],
+            table=self.table.head(blocks),
         )
 
 

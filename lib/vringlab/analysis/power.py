@@ -191,6 +191,28 @@ class RequiredN:
         )
 
 
+def design_se(boots: int, blocks_per_boot: int, sd_block: float, sd_boot: float = 0.0) -> float:
+    """Standard error of a design's log ratio."""
+    return float(np.sqrt((sd_boot**2 + sd_block**2 / blocks_per_boot) / boots))
+
+
+def design_half_width(
+    boots: int,
+    blocks_per_boot: int,
+    sd_block: float,
+    sd_boot: float = 0.0,
+    level: float = 0.95,
+) -> float:
+    """Half the width of a design's interval on the log scale; infinite with fewer than two boots.
+
+    It is that of the t interval on boot means (`stats.mean_t`) at its expected standard error.
+    """
+    if boots < 2:
+        return float("inf")
+    limit = float(sps.t.ppf(0.5 + level / 2, boots - 1))
+    return limit * design_se(boots, blocks_per_boot, sd_block, sd_boot)
+
+
 def design_power(
     log_ratio: float,
     boots: int,
@@ -202,7 +224,7 @@ def design_power(
     """Power of a design for a log ratio; 0 with fewer than two boots."""
     if boots < 2:
         return 0.0
-    se = float(np.sqrt((sd_boot**2 + sd_block**2 / blocks_per_boot) / boots))
+    se = design_se(boots, blocks_per_boot, sd_block, sd_boot)
     if se == 0:
         return float(log_ratio != 0)
     return power(abs(log_ratio) / se, boots - 1, level)

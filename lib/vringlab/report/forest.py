@@ -82,7 +82,7 @@ def effects(
     room = usable(width)
     rows = [row for groups in panels.values() for group in groups for row in group.rows]
     left = max(text_inches(row.arm, SMALL) for row in rows) + 0.12
-    texts = {id(row): _text(row) for row in rows}
+    texts = {id(row): effect_text(row) for row in rows}
     right = max(text_inches(text, SMALL, "bold") for text in texts.values()) + 0.15
     if room - left - right < _LEAST:
         # The dashes of its line say of an interval that it is one boot's.
@@ -110,7 +110,7 @@ def effects(
         f"change against {summary.run.plan.reference}",
         total,
         width,
-        handles=_legend(rows, [mark for some in marked.values() for mark in some]),
+        handles=legend(rows, [mark for some in marked.values() for mark in some]),
         caption=_caption(summary, rows),
         notes=notes,
     )
@@ -119,7 +119,7 @@ def effects(
     for metric, groups in panels.items():
         axes = made.axes(margin + left, top + head, inner, heights[metric])
         axes.annotate(
-            _metric_title(metric),
+            metric_title(metric),
             (0, 1),
             xytext=(-72 * left, 4),
             size=TEXT,
@@ -145,12 +145,14 @@ def _groups(summary: Summary, metric: str) -> list[_Group]:
     return groups
 
 
-def _metric_title(metric: str) -> str:
+def metric_title(metric: str) -> str:
+    """A metric with the direction that is better."""
     spec = METRICS.get(metric)
     return metric if spec is None else f"{metric} ({spec.direction} is better)"
 
 
-def _text(row: ArmRow) -> str:
+def effect_text(row: ArmRow) -> str:
+    """The change of a row with its interval, or why there is none."""
     if row.effect is not None:
         return ratio_text(row)
     if row.invalid and not row.valid:
@@ -158,7 +160,7 @@ def _text(row: ArmRow) -> str:
     return "not measured" if row.problem == "not measured" else "no pair"
 
 
-def _limits(rows: Sequence[ArmRow], marks: Sequence[Mark]) -> tuple[float, float]:
+def axis_limits(rows: Sequence[ArmRow], marks: Sequence[Mark] = ()) -> tuple[float, float]:
     """Ends of an axis on the log scale; it always holds 0, estimates, floors and marks."""
     core = [0.0, *(float(np.log(mark.ratio)) for mark in marks)]
     wide = [0.0]
@@ -190,7 +192,7 @@ def _draw(
     texts: Mapping[int, str],
 ) -> None:
     rows = [row for group in groups for row in group.rows]
-    low, high = _limits(rows, [mark for row in rows for mark in marked[id(row)]])
+    low, high = axis_limits(rows, [mark for row in rows for mark in marked[id(row)]])
     axes.set_xlim(low, high)
     # The axis counts inches downwards, so that titles between the rows take their own room.
     total = sum(len(g.rows) * _ROW + line_inches(SMALL, len(titles[g.title])) for g in groups)
@@ -229,7 +231,7 @@ def _draw(
             band.set_gid("floor")
             axes.add_patch(band)
         for row in group.rows:
-            _row(axes, row, y + _ROW / 2, shown[row.arm], (low, high), texts[id(row)])
+            draw_row(axes, row, y + _ROW / 2, shown[row.arm], (low, high), texts[id(row)])
             _marks(axes, y + _ROW / 2, marked[id(row)])
             places.append(y + _ROW / 2)
             names.append(row.arm)
@@ -237,9 +239,19 @@ def _draw(
     axes.set_yticks(places, names)
 
 
-def _row(
+def draw_row(
     axes: Axes, row: ArmRow, y: float, look: Look, limits: tuple[float, float], text: str
 ) -> None:
+    """Draw a row's ratio at `y` of an axis of log ratios, and `text` right of the axis.
+
+    Args:
+        axes: The panel.
+        row: The row.
+        y: Its place.
+        look: Of its arm.
+        limits: Ends of the axis; an interval that reaches further ends in an arrow.
+        text: What stands beside; see `effect_text`.
+    """
     axes.annotate(
         text,
         (1, y),
@@ -324,7 +336,8 @@ def _percent(tick: float) -> str:
     return "0 %" if tick == 0 else f"{tick:+g} %" if abs(tick) < 900 else f"x{1 + tick / 100:g}"
 
 
-def _legend(rows: Sequence[ArmRow], marks: Sequence[Mark]) -> list[Line2D | Patch]:
+def legend(rows: Sequence[ArmRow], marks: Sequence[Mark] = ()) -> list[Line2D | Patch]:
+    """What the marks of rows mean."""
     handles: list[Line2D | Patch] = []
     if any(row.effect is not None for row in rows):
         handles.append(

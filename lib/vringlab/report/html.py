@@ -31,6 +31,7 @@ from vringlab.campaign.files import replacing
 from vringlab.errors import UserError
 from vringlab.report.canvas import GRID, INK, MUTED, PAPER, RunFigure, Width, looks
 from vringlab.report.figures import drawn_metrics, figures_for
+from vringlab.report.opinions import lines as opinion_lines
 from vringlab.report.path_view import path_rows
 from vringlab.report.summary import HEADLINE, Summary, count, host_text, run_notes, summarise
 from vringlab.report.tables import ArmTable, arm_table
@@ -141,6 +142,7 @@ def render(run: RunFrames) -> str:
         verdict_counts=_counts(measured),
         findings=[] if measured else [_unbroken(line) for line in trial_lines(run)],
         no_verdicts=problem or ("" if run.tried else NOTHING_PUBLISHED),
+        opinions=[_unbroken(line) for line in opinion_lines(run)],
         others=[_claim_text(claim) for claim in others],
         figures=_figures(summary),
         table=_table(table, run),
@@ -449,6 +451,8 @@ def command_again(run: RunFrames) -> str:
     settings = _mapping(run.provenance.get("settings"))
     if settings.get("switch") not in (None, "swap"):
         words += ["--switch", str(settings["switch"])]
+    if plan.count_instructions:
+        words.append("--count-instructions")
     return shlex.join(words)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from vringlab.analysis.frames import RunFrames
 from vringlab.report.html import NOTHING_PUBLISHED, command_again, is_measured, judged
 from vringlab.report.netperf_matrix import run_lines
+from vringlab.report.opinions import lines as opinion_lines
 from vringlab.report.summary import ArmRow, Summary, amount, count, span, summarise
 from vringlab.report.tables import Line, Section, aligned, arm_table
 from vringlab.report.time_budget import sentence
@@ -89,6 +90,9 @@ def mail_text(run: RunFrames | Summary) -> str:
     # Rows of a matrix are short; titles need not be.
     lines += [part for line in ["", *matrix] if matrix for part in _wrap(line) or [""]]
     lines += _verdict_lines(frames)
+    both = opinion_lines(frames)
+    lines += ["", "Two opinions, time and instructions:"] if both else []
+    lines += [part for line in both for part in _wrap(line, "- ", "  ")]
     lines += ["", "Again:", *_command(command_again(frames))]
     if sentence(frames.time):
         lines += _wrap(sentence(frames.time))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ from vringlab.analysis.frames import RunFrames
 from vringlab.analysis.judgement import verdicts_of as verdicts_of
 from vringlab.campaign.progress import clock
 from vringlab.errors import UserError
-from vringlab.report import canvas
+from vringlab.report import canvas, opinions
 from vringlab.report.figures import figures_for, save_figures
-from vringlab.report.summary import reason_kinds
+from vringlab.report.instruction_figures import functions, opinions_figure
+from vringlab.report.summary import Summary, reason_kinds
 from vringlab.report.tables import arm_table
 from vringlab.settings import settings
 
@@ -52,6 +53,31 @@ def show_paths(run: RunFrames) -> None:
         return
     why = run.provenance.get("path_problem") or "its profile leaves that out"
     display(Markdown(f"This run did not see which path the packets took: {why}."))  # type: ignore[no-untyped-call]  # IPython's
+
+
+def show_opinions(run: RunFrames) -> None:
+    """Show time and instructions beside each other, or say why there are none."""
+    _show_counted(run, opinions_figure)
+
+
+def show_functions(run: RunFrames) -> None:
+    """Show where the instructions went by function, or say why that is not known.
+
+    Raises:
+        UserError: a profile is damaged.
+    """
+    _show_counted(run, functions)
+
+
+def _show_counted(run: RunFrames, draw: Callable[[Summary, str], canvas.RunFigure | None]) -> None:
+    summary = opinions.summary_of(run)
+    made = [draw(summary, workload) for workload in summary.workloads]
+    figures = [figure for figure in made if figure is not None]
+    for figure in figures:
+        display(figure)  # type: ignore[no-untyped-call]  # IPython's
+    if not figures:
+        why = opinions.refusal(run) or "no point has both time and instructions"
+        display(Markdown(f"This run has no instructions to show: {why}."))  # type: ignore[no-untyped-call]  # IPython's
 
 
 def keep_figures(run: RunFrames, folder: Path | None, **more: Figure) -> None:

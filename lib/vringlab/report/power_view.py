@@ -43,7 +43,7 @@ def needed(asked: Question) -> pd.DataFrame:
     block, boot = asked.spreads
     rows = []
     for ratio in (better(asked, percent) for percent in _PERCENT):
-        found = _required(ratio, block, boot, asked.blocks_per_boot)
+        found = required(ratio, block, boot, asked.blocks_per_boot)
         rows.append(
             {
                 "change to be found": change(ratio),
@@ -56,7 +56,8 @@ def needed(asked: Question) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _required(ratio: float, block: float, boot: float, per_boot: int) -> RequiredN | None:
+def required(ratio: float, block: float, boot: float, per_boot: int) -> RequiredN | None:
+    """Fewest boots that find a ratio; None when no number that anybody measures does."""
     try:
         return required_blocks(ratio, block, boot, per_boot)
     except UserError:

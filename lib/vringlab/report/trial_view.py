@@ -61,6 +61,11 @@ def findings(run: RunFrames, level: float = 0.95) -> list[Finding]:
         if not (row.is_reference or row.is_twin) and row.metric != "none"
     ]
     rows.sort(key=lambda row: run.plan.arms.index(row.arm))
+    return judge(run, rows, level)
+
+
+def judge(run: RunFrames, rows: Sequence[ArmRow], level: float = 0.95) -> list[Finding]:
+    """Judge rows of arms that are looked at together, in their order; see `findings`."""
     p = np.array([row.effect.p if row.effect is not None else np.nan for row in rows])
     adjusted = adjust(p, "holm") if rows else p
     return [
