@@ -14,10 +14,10 @@ from vringlab.analysis.frames import RunFrames, load_run
 from vringlab.campaign import experiment as experiments
 from vringlab.campaign.experiment import Arm, Profile, Value, WorkloadUse
 from vringlab.campaign.fake import FakeSession, FakeWorkload
-from vringlab.campaign.instructions import FORMAT, WORKING
 from vringlab.campaign.plan import make_plan
 from vringlab.campaign.runner import execute
 from vringlab.campaign.store import Store
+from vringlab.campaign.work import FORMAT, WORKING
 from vringlab.workloads.base import Metric, Outcome, Params
 
 VSOCK, NET = "vsock-direct-enqueue", "virtio-net-napi-tx"

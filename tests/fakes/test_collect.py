@@ -99,9 +99,10 @@ def test_with_reboot_each_block_is_a_boot(machines: list[FakeSession]) -> None:
     [
         (0, 1, [1]),
         (1, 1, [2]),
-        (2, 1, [0]),
+        (2, 1, [3]),
+        (3, 1, [0]),
         # Boots are dealt to the hosts in turn, and a host without one restores nothing.
-        (0, 3, [1, 2, 0]),
+        (0, 3, [1, 2, 3]),
         (3, 2, [0, 0]),
     ],
 )
@@ -128,7 +129,7 @@ def test_a_host_is_opened_with_the_guest_of_the_boot_that_it_measures_first(
     monkeypatch.setattr(session, "open_session", open_fake)
     monkeypatch.setattr(collecting, "_measure_on", measure_on)
     experiment, plan = plan_run(PKTGEN, "quick", params={"irq": ["same"], "ring": ["split"]})
-    assert (len(plan.boots), plan.restores) == (4, 2)
+    assert (len(plan.boots), plan.restores) == (4, 3)
     first = [cell for cell in plan.cells if plan.boots.index(cell.boot) < done]
     stopped = FakeSession(faults={len(first) + 1: InfrastructureError("broken")})
     with Store.create(plan, own_settings.runs_dir) as store:

@@ -13,7 +13,8 @@ from tests.fakes.counter_answer import answer
 from tests.fakes.fake_lab import FakeLab, fake_lab
 
 from vringlab.campaign import instructions
-from vringlab.campaign.instructions import Counting, PluginMeter, Work, counting_of, work
+from vringlab.campaign.instructions import Counting, PluginMeter, counting_of
+from vringlab.campaign.work import SIZES_S, Work, work
 from vringlab.errors import InfrastructureError, TransientError
 from vringlab.lab import counter
 from vringlab.lab.counter import Counter, Reading
@@ -138,7 +139,7 @@ def test_what_fails_leaves_the_host_as_it_was(machines: Machines) -> None:
     assert counting is not None
 
     def run(seconds: float) -> Outcome:
-        if seconds == instructions.SIZES_S[1]:
+        if seconds == SIZES_S[1]:
             raise InfrastructureError("the tool is gone")
         return machines.run(seconds)
 
@@ -147,7 +148,7 @@ def test_what_fails_leaves_the_host_as_it_was(machines: Machines) -> None:
     assert "echo 200000" in lab.host.asked("halt_poll_ns")[-1]
 
 
-@pytest.mark.parametrize("which", [10, *instructions.SIZES_S])
+@pytest.mark.parametrize("which", [10, *SIZES_S])
 def test_invalid_runs_are_not_counted(machines: Machines, which: float) -> None:
     counting, _ = counting_of(lab_of(machines).lab)
     assert counting is not None

@@ -12,7 +12,8 @@ from tests.fakes.ssh_server import Keys, SshServer
 from tests.fakes.test_instructions import Machines as Counters
 from tests.fakes.test_instructions import figures, lab_of, profile
 
-from vringlab.campaign.instructions import SIZES_S, counting_of
+from vringlab.campaign.instructions import counting_of
+from vringlab.campaign.work import SIZES_S
 from vringlab.errors import InfrastructureError
 from vringlab.lab import perf
 from vringlab.lab.guest import VhostUserNic

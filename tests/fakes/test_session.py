@@ -435,9 +435,17 @@ class Saved:
 
     @contextlib.contextmanager
     def restored(
-        self, found: Snapshot, _image: Image, _on: Accelerator, spec: GuestSpec, *, on_step: object
+        self,
+        found: Snapshot,
+        _image: Image,
+        _on: Accelerator,
+        spec: GuestSpec,
+        *,
+        on_step: object,
+        count_instructions: bool,
     ) -> Iterator[object]:
         assert on_step is not None
+        assert not count_instructions, "nobody asked for it"
 
         @contextlib.contextmanager
         def wake() -> Iterator[Guest]:

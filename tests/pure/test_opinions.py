@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -22,7 +23,7 @@ from vringlab.analysis.frames import RunFrames, load_run
 from vringlab.analysis.power import POWER, design_half_width, design_power
 from vringlab.analysis.stats import effect
 from vringlab.campaign import tables
-from vringlab.report import function_view, instruction_figures, opinions, pairs_view
+from vringlab.report import function_view, instruction_figures, opinions, pairs_view, trial_view
 from vringlab.report.canvas import RunFigure, Width, style
 from vringlab.report.figures import drawn_metrics, figures_for
 from vringlab.report.html import command_again, render
@@ -165,7 +166,7 @@ def of_arm(run: RunFrames, arm: str, workload: str = PINGPONG) -> Opinion:
         ({"effects": {"direct": 2.0}, "work": {"direct": 0.4}}, "disagree"),
     ],
 )
-def test_what_a_run_says(tmp_path: Path, session: Mapping[str, object], word: str) -> None:
+def test_what_a_run_says(tmp_path: Path, session: Mapping[str, Any], word: str) -> None:
     run = counted(tmp_path, **session)
     found = of_arm(run, "direct")
     assert found.word == word
@@ -192,7 +193,7 @@ def test_times_and_instructions_of_all_arms_are_adjusted_together(
     vsock: RunFrames, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    judge = opinions.judge
+    judge = trial_view.judge
 
     def spy(run: RunFrames, rows: list[object], level: float) -> object:
         asked.append(len(rows))

@@ -272,7 +272,7 @@ def test_what_a_plan_says_of_itself() -> None:
 @pytest.mark.parametrize("name", experiments.names())
 def test_a_quick_run_measures_for_minutes(name: str) -> None:
     made = make_plan(experiments.load(name), "quick", 1)
-    assert 60 < made.measuring_s < 480
+    assert 60 < made.measuring_s < 800
     # Balance over positions needs as many blocks as there are arms.
     assert len(made.block_sizes) >= len(made.arms)
 

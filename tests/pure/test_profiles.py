@@ -12,11 +12,10 @@ import pytest
 from scipy import stats as sps
 from tests.fakes.fake_runs import PROFILE, VSOCK, make_counted
 
-from vringlab.analysis import instructions
 from vringlab.analysis.frames import RunFrames, load_run
 from vringlab.analysis.instructions import at, difference, profiles
 from vringlab.campaign import tables
-from vringlab.campaign.instructions import WAITING, WORKING
+from vringlab.campaign.work import FORMAT, WAITING, WORKING
 from vringlab.errors import UserError
 
 Cell = tuple[str, str, int, str]
@@ -233,5 +232,5 @@ def test_a_damaged_profile_is_named(run: RunFrames, damage: object) -> None:
 def test_a_profile_of_another_format_is_refused(run: RunFrames) -> None:
     file = first_file(run)
     file.write_text(json.dumps({**json.loads(file.read_text()), "format": 99}))
-    with pytest.raises(UserError, match=f"has format 99; this version reads {instructions.FORMAT}"):
+    with pytest.raises(UserError, match=f"has format 99; this version reads {FORMAT}"):
         profiles(run)

@@ -16,7 +16,7 @@ import pandas as pd
 from vringlab.analysis.frames import RunFrames
 from vringlab.analysis.stats import mean_t
 from vringlab.campaign import tables
-from vringlab.campaign.instructions import FORMAT
+from vringlab.campaign.work import FORMAT
 from vringlab.errors import UserError
 
 #: What tells one function from another.

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from vringlab.campaign.tables import INSTRUCTIONS
+from vringlab.campaign.work import FORMAT, SIZES_S, WAITING, WORKING, Work, work
 from vringlab.errors import InfrastructureError, TransientError
 from vringlab.kernels.module import BuiltModule
 from vringlab.lab import perf
@@ -40,50 +41,9 @@ from vringlab.lab.lab import Lab
 from vringlab.transport.ssh import Machine
 from vringlab.workloads.base import Metric, Outcome
 
-FORMAT = 1
-#: Lengths of the two runs, s; whole ones, which is all that some tools understand.
-SIZES_S = (1.0, 3.0)
 _HALT_POLL = "/sys/module/kvm/parameters/halt_poll_ns"
-#: What is done to wait is no cost of the work: how much of it there is says how busy this machine
-#: was, or how long another processor took.
-WAITING: tuple[Area, ...] = ("idle", "spin")
-WORKING: tuple[Area, ...] = ("user", "kernel", "module")
 #: Functions with less than this share of the instructions are kept as one.
 _LEAST = 0.0005
-
-#: What a rate counts, and how many of them one unit of the metric is.
-UNITS: Mapping[str, tuple[str, float]] = {
-    "round_trips": ("round trip", 1.0),
-    "transactions": ("transaction", 1.0),
-    "pps_tx": ("packet", 1.0),
-    "datagrams": ("datagram", 1.0),
-    "throughput": ("byte", 1 / 8),
-}
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a run did.
-
-    Attributes:
-        unit: What is counted: `round trip`, `packet`.
-        count: How many.
-    """
-
-    unit: str
-    count: float
-
-
-def work(outcome: Outcome) -> Work | None:
-    """The timed work of an outcome; None when it tells no rate.
-
-    Work before the timed window is the same in runs of any length, so that a slope is free of it.
-    """
-    rates = {metric.name: metric.value for metric in outcome.metrics}
-    for name, (unit, factor) in UNITS.items():
-        if rates.get(name):
-            return Work(unit, rates[name] * factor * outcome.window_s)
-    return None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from vringlab.analysis import instructions
 from vringlab.analysis.frames import RunFrames
 from vringlab.campaign.experiment import Value
-from vringlab.campaign.instructions import WAITING
+from vringlab.campaign.work import WAITING
 from vringlab.report.canvas import (
     INK,
     MUTED,

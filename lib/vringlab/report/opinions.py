@@ -20,7 +20,7 @@ from vringlab.analysis.frames import RunFrames
 from vringlab.analysis.stats import Effect
 from vringlab.analysis.units import METRICS
 from vringlab.campaign.experiment import Value
-from vringlab.campaign.instructions import UNITS
+from vringlab.campaign.work import UNITS
 from vringlab.report.summary import ArmRow, Summary, at, ratio_text, summarise
 from vringlab.report.trial_view import Finding, judge
 

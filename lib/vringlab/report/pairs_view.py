@@ -18,7 +18,7 @@ from vringlab.analysis.power import POWER, RequiredN, design_half_width, noise_f
 from vringlab.analysis.stats import Effect, from_pairs
 from vringlab.analysis.units import metric as metric_spec
 from vringlab.campaign.experiment import Value
-from vringlab.campaign.instructions import SIZES_S
+from vringlab.campaign.work import SIZES_S
 from vringlab.errors import MeasurementInvalid, UserError, VringlabError
 from vringlab.report.canvas import (
     INK,
