@@ -23,13 +23,14 @@ from vringlab.analysis.frames import RunFrames, load_run
 from vringlab.analysis.power import POWER, design_half_width, design_power
 from vringlab.analysis.stats import effect
 from vringlab.campaign import tables
-from vringlab.report import function_view, instruction_figures, opinions, pairs_view, trial_view
+from vringlab.report import function_view, instruction_figures, opinions, pairs_view
 from vringlab.report.canvas import RunFigure, Width, style
 from vringlab.report.figures import drawn_metrics, figures_for
 from vringlab.report.html import command_again, render
 from vringlab.report.mail import mail_text
 from vringlab.report.opinions import Gain, Opinion, gain_of, together
-from vringlab.report.summary import summarise
+from vringlab.report.summary import ArmRow, summarise
+from vringlab.report.trial_view import Finding, judge
 
 PINGPONG = "vsock-pingpong"
 
@@ -120,9 +121,9 @@ def test_what_two_gains_say_together(time: Gain, counted: Gain, word: str, why: 
 # Of runs
 
 
-def counted(folder: Path, name: str = VSOCK, **session: object) -> RunFrames:
+def counted(folder: Path, name: str = VSOCK, **session: Any) -> RunFrames:
     given = {"noise": 0.01, "spread": 0.005, "boots": 4, **session}
-    return load_run(make_counted(folder, name, **given))  # type: ignore[arg-type]
+    return load_run(make_counted(folder, name, **given))
 
 
 @pytest.fixture(scope="module")
@@ -167,11 +168,14 @@ def of_arm(run: RunFrames, arm: str, workload: str = PINGPONG) -> Opinion:
     ],
 )
 def test_what_a_run_says(tmp_path: Path, session: Mapping[str, Any], word: str) -> None:
-    run = counted(tmp_path, **session)
+    run = counted(tmp_path, VSOCK, **session)
     found = of_arm(run, "direct")
     assert found.word == word
     assert found.sentence.startswith(f"{word}: rtt_mean ")
-    assert re.search(r"instructions [+-]\d+\.\d % \[.+\] for one round trip; ", found.sentence)
+    assert re.search(
+        r"instructions [+-]\d+\.\d % \[.+\] for one round trip \(guest .+, host .+\); ",
+        found.sentence,
+    )
     assert not found.is_twin
     assert of_arm(run, "queued.aa").word == "equal arms agree"
 
@@ -190,18 +194,17 @@ def test_of_a_rate_more_is_better(net: RunFrames) -> None:
 
 
 def test_times_and_instructions_of_all_arms_are_adjusted_together(
-    vsock: RunFrames, monkeypatch: pytest.MonkeyPatch
+    net: RunFrames, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    judge = trial_view.judge
 
-    def spy(run: RunFrames, rows: list[object], level: float) -> object:
+    def spy(run: RunFrames, rows: list[ArmRow], level: float) -> list[Finding]:
         asked.append(len(rows))
-        return judge(run, rows, level)  # type: ignore[arg-type]
+        return judge(run, rows, level)
 
     monkeypatch.setattr(opinions, "judge", spy)
-    found = opinions.opinions(vsock)
-    # Time and instructions of two arms and two workloads; the A/A pair is no claim.
+    found = opinions.opinions(net)
+    # Time and instructions of two arms at two points; the A/A pair is no claim.
     assert asked == [8]
     assert len(found) == 6
 
@@ -214,6 +217,19 @@ def test_equal_arms_that_differ_are_told(vsock: RunFrames) -> None:
     found = of_arm(with_samples(vsock, apart), "queued.aa")
     assert found.word == "equal arms differ"
     assert "instructions apart beyond chance" in found.sentence
+
+
+def test_work_that_moves_from_one_side_to_the_other_is_told(vsock: RunFrames) -> None:
+    def moved(samples: pd.DataFrame) -> pd.DataFrame:
+        value = samples["value"]
+        for metric, factor in (("instructions_guest", 0.6), ("instructions_host", 1.4)):
+            mine = (samples["arm"] == "direct") & (samples["metric"] == metric)
+            value = value.where(~mine, factor * value)
+        return samples.assign(value=value)
+
+    words = "fewer in the guest and more in the host, each beyond the noise floor"
+    assert words in of_arm(with_samples(vsock, moved), "direct").sentence
+    assert words not in of_arm(vsock, "direct").sentence
 
 
 def test_a_path_that_never_ran_says_nothing(net: RunFrames) -> None:
@@ -307,7 +323,7 @@ def counted_figures(run: RunFrames, width: Width = "wide") -> dict[str, RunFigur
     summary = summarise(run, drawn_metrics(run))
     with style():
         found = instruction_figures.draw(summary, summary.workloads[0], width, True)
-    return {**found, "pairs": pairs_view.answer(run, width).figure}
+    return {**found, "pairs": pairs_view.answer(run, width=width).figure}
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -323,9 +339,12 @@ def test_no_text_is_cut_or_covered(runs: dict[str, RunFrames], name: str, width:
 def test_every_shape_of_run_has_figures_that_can_be_read(net: RunFrames, shape: str) -> None:
     bent = with_samples(net, SHAPES[shape])
     for width in WIDTHS:
-        check_text(pairs_view.answer(bent, width).figure)
-        for figure in figures_for(bent, width).values():
-            check_text(figure)
+        check_text(pairs_view.answer(bent, width=width).figure)
+        summary = summarise(bent, drawn_metrics(bent))
+        with style():
+            for workload in summary.workloads:
+                for figure in instruction_figures.draw(summary, workload, width, True).values():
+                    check_text(figure)
 
 
 def test_a_report_has_the_figures_and_one_without_counts_has_not(
@@ -382,11 +401,30 @@ def test_a_table_of_functions_ends_with_the_others_and_all(net: RunFrames) -> No
     found = function_view.table_of(net, most=3)
     assert list(found["function"])[3:] == ["6 others", "all"]
     assert found["function"].iloc[0] == "queue_work_on"
+    areas = function_view.areas_of(net).set_index(["side", "code"])
+    assert list(areas[areas[""] != ""].index) == [("guest", "idle"), ("host", "spin")]
+    assert str(areas.loc[("guest", "kernel"), "change"]).startswith("-2")
     assert found["change"].iloc[0].startswith("-11,9") or found["change"].iloc[0].startswith(
         "-12,0"
     )
     numbers = found["change"].str.replace(",", "").astype(float)
     assert numbers.iloc[:4].sum() == pytest.approx(numbers.iloc[4], abs=5)
+
+
+def test_the_rest_is_no_function_and_comes_last(net: RunFrames) -> None:
+    item = opinions.chosen(net)
+    assert item is not None
+    here = instructions.at(instructions.profiles(net), item.workload, item.params)
+    here["value"] = here["value"].where(here["function"] != function_view.REST, 1e6 * here["block"])
+    table = function_view.working(instructions.difference(here, "rfc", "merged"))
+    assert table["function"].iloc[-1] == function_view.REST
+
+
+def test_little_waiting_is_not_worth_a_sentence(net: RunFrames) -> None:
+    profile = instructions.profiles(net)
+    assert "Executed to wait" in function_view.waiting_sentence(profile, "rfc", "stock")
+    little = profile.assign(value=profile["value"].where(profile["area"] == "kernel", 1.0))
+    assert function_view.waiting_sentence(little, "rfc", "stock") == ""
 
 
 def test_a_damaged_profile_costs_a_report_that_figure_only(tmp_path: Path) -> None:
@@ -479,6 +517,19 @@ def test_the_figure_of_pairs_shows_what_was_measured_and_needed(
     assert np.asarray(sizes[0].get_ydata())[0] == pytest.approx(
         100 * np.expm1(abs(asked[1].effect.log_mean))
     )
+
+
+def test_one_side_can_be_asked_for_alone(vsock: RunFrames) -> None:
+    item = opinions.chosen(vsock)
+    assert item is not None
+    guest, host = (pairs_view.pairings_of(vsock, PINGPONG, side)[1] for side in ("guest", "host"))
+    assert guest.asked.metric == "instructions_guest"
+    assert guest.ratio == pytest.approx(item.sides["guest"].effect.ratio)  # type: ignore[union-attr]
+    assert abs(np.log(guest.ratio)) > abs(np.log(host.ratio))
+    told = pairs_view.answer(vsock, side="guest").lines
+    assert "By guest's instructions, a change of -" in told[1]
+    nothing = pairs_view.answer(vsock, "fio-vsock-pingpong")
+    assert "no point with both" in nothing.lines[0]
 
 
 def test_equal_arms_apart_is_the_median_over_pairs(

@@ -8,7 +8,7 @@ Instructions executed to wait (areas `idle` and `spin`) are in the profiles and 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -60,7 +60,11 @@ def profiles(run: RunFrames) -> pd.DataFrame:
 
 
 def difference(
-    profile: pd.DataFrame, arm: str, reference: str, level: float = 0.95
+    profile: pd.DataFrame,
+    arm: str,
+    reference: str,
+    level: float = 0.95,
+    by: Sequence[str] = FUNCTION,
 ) -> pd.DataFrame:
     """Where one arm executes more or less than another, by function.
 
@@ -69,6 +73,7 @@ def difference(
         arm: The arm.
         reference: What it is compared with.
         level: Level of the intervals.
+        by: What is told apart; of `FUNCTION` two or more.
 
     Returns:
         One row per function, the largest difference first: side, area, module, function,
@@ -80,11 +85,12 @@ def difference(
     mine = profile[profile["arm"].isin([arm, reference])]
     counts, keys = _paired(mine, arm, reference)
     if counts.empty:
-        return pd.DataFrame(columns=[*FUNCTION, *_DIFFERENCE])
+        return pd.DataFrame(columns=[*by, *_DIFFERENCE])
+    mine = mine[pd.MultiIndex.from_frame(mine[keys]).isin(counts.index)]
     # A function that did not run in a block ran no instruction there.
-    sums = mine.pivot_table(
-        index=keys, columns=["arm", *FUNCTION], values="value", aggfunc="sum", fill_value=0.0
-    ).loc[counts.index]
+    sums = mine.astype({"value": float}).pivot_table(
+        index=keys, columns=["arm", *by], values="value", aggfunc="sum", fill_value=0.0
+    )
     sides = {
         name: pd.DataFrame(sums.xs(name, axis=1, level="arm")).div(counts[name], axis=0)
         for name in (arm, reference)

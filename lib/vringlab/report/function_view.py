@@ -46,12 +46,16 @@ COLOURS: Mapping[tuple[str, str], str] = {
     ("host", "user"): "#8fd6bf",
 }
 
+#: Functions too small to be kept by name; see `campaign.instructions`.
+REST = "(the rest)"
 _ROW = 0.235
 _BAR = 0.3
 _AXIS = 0.42
 _HEAD = line_inches(TEXT) + 0.06
 #: How far beyond the bars an interval may stretch the axis, in parts of the longest bar.
 _WIDEN = 0.8
+#: Share of all instructions below which what was executed to wait is not worth a sentence.
+_LITTLE = 0.005
 
 
 def name_of(side: str, area: str, module: str, function: str) -> str:
@@ -62,8 +66,14 @@ def name_of(side: str, area: str, module: str, function: str) -> str:
 
 
 def working(table: pd.DataFrame) -> pd.DataFrame:
-    """Rows of a difference without those executed to wait, which are no cost of the work."""
-    return table[~table["area"].isin(WAITING)].reset_index(drop=True)
+    """Rows of a difference without those executed to wait, which are no cost of the work.
+
+    What stands together as the rest is no function, and comes last.
+    """
+    kept = table[~table["area"].isin(WAITING)]
+    if "function" in kept:
+        kept = kept.sort_values("function", key=lambda names: names == REST, kind="stable")
+    return kept.reset_index(drop=True)
 
 
 def difference_table(
@@ -110,17 +120,54 @@ def _interval(low: float, high: float) -> str:
     return f"[{low:+,.0f}, {high:+,.0f}]" if np.isfinite(low) and np.isfinite(high) else "one boot"
 
 
-def table_of(run: RunFrames, most: int = 15) -> pd.DataFrame:
+def area_table(
+    profile: pd.DataFrame, arm: str, reference: str, level: float = 0.95
+) -> pd.DataFrame:
+    """Both arms by side and kind of code, for reading, with those executed to wait."""
+    table = instructions.difference(profile, arm, reference, level, by=("side", "area"))
+    table = table.sort_values(["side", "area"], ignore_index=True)
+    rows = [
+        (
+            *(row[name] for name in ("side", "area")),
+            *_numbers(row["reference"], row["arm"], row["change"]),
+            _interval(row["low"], row["high"]),
+            "left out: waiting" if row["area"] in WAITING else "",
+        )
+        for _, row in table.iterrows()
+    ]
+    columns = ["side", "code", reference, arm, "change", f"{100 * level:g} % interval", ""]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def table_of(run: RunFrames, workload: str | None = None, most: int = 15) -> pd.DataFrame:
     """`difference_table` for the arm and point that stand for a run; empty without both opinions.
+
+    Args:
+        run: The run.
+        workload: Only this one.
+        most: Rows to show.
 
     Raises:
         UserError: as for `analysis.instructions.profiles`.
     """
-    item = chosen(run)
+    item = chosen(run, workload)
     if item is None:
         return pd.DataFrame()
     here = instructions.at(instructions.profiles(run), item.workload, item.params)
     return difference_table(here, item.arm, run.plan.reference, most)
+
+
+def areas_of(run: RunFrames, workload: str | None = None) -> pd.DataFrame:
+    """`area_table` for the arm and point that stand for a run; empty without both opinions.
+
+    Raises:
+        UserError: as for `analysis.instructions.profiles`.
+    """
+    item = chosen(run, workload)
+    if item is None:
+        return pd.DataFrame()
+    here = instructions.at(instructions.profiles(run), item.workload, item.params)
+    return area_table(here, item.arm, run.plan.reference)
 
 
 def by_area(table: pd.DataFrame) -> pd.DataFrame:
@@ -130,13 +177,13 @@ def by_area(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def waiting_sentence(profile: pd.DataFrame, arm: str, reference: str) -> str:
-    """What was executed to wait and is left out, in both arms; empty when it is not known."""
+    """What was executed to wait and is left out, in both arms; empty when it is next to nothing."""
     table = instructions.difference(profile, arm, reference)
     waits = table[table["area"].isin(WAITING)]
-    if waits.empty:
+    sums = {name: float(waits[name].sum()) for name in ("reference", "arm")}
+    if all(abs(value) < _LITTLE * table[name].sum() for name, value in sums.items()):
         return ""
     unit = profile["unit"].iloc[0]
-    sums = {name: float(waits[name].sum()) for name in ("reference", "arm")}
     return (
         f"Executed to wait, and left out: {amount(sums['reference'], 'instruction')} for one "
         f"{unit} in {reference}, {amount(sums['arm'], 'instruction')} in {arm}."
@@ -269,8 +316,7 @@ def _caption(
         f"Means over boots. In all {total:+,.0f} instructions"
         + (f" ({change_text(1 + total / before)})" if before > 0 else "")
         + f"; the {count(len(shown), 'function')} above sum up to {told:+,.0f}.",
-        "A function's own instructions, without those of what it calls; small ones stand together "
-        "as (the rest).",
+        "A function's own instructions, without those of what it calls.",
         f"Intervals: {100 * summary.level:g} %, t on boot means."
         if np.isfinite(shown["low"]).any()
         else "One boot: no intervals.",

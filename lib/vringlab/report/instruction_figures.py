@@ -36,7 +36,7 @@ from vringlab.report.change_axis import set_change_axis
 from vringlab.report.family import Family
 from vringlab.report.forest import axis_limits, draw_row, effect_text, legend, metric_title
 from vringlab.report.function_view import functions_figure
-from vringlab.report.opinions import INSTRUCTIONS, Opinion, chosen, opinions
+from vringlab.report.opinions import INSTRUCTIONS, SIDES, Opinion, chosen, opinions
 from vringlab.report.panels import Column, arm_panels
 from vringlab.report.summary import ArmRow, Summary
 
@@ -274,7 +274,7 @@ def draw(summary: Summary, workload: str, width: Width, notes: bool) -> dict[str
 FAMILY = Family(
     name="instructions",
     metrics=tuple(column.metric for column in _COLUMNS),
-    headline=(INSTRUCTIONS,),
+    headline=(INSTRUCTIONS, *SIDES.values()),
     draw=draw,
     order=8,
 )

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
 import pandas as pd
 
 from vringlab.analysis.frames import RunFrames
+from vringlab.analysis.pairing import point_text
 from vringlab.analysis.stats import Effect
 from vringlab.analysis.units import METRICS
 from vringlab.campaign.experiment import Value
@@ -27,6 +29,10 @@ from vringlab.report.trial_view import Finding, judge
 #: What a workload's time is, the first of these that it has.
 TIMES = ("rtt_mean", "pps_tx", "throughput", "transactions")
 INSTRUCTIONS = "instructions"
+#: The instructions of each side alone.
+SIDES: Mapping[str, str] = MappingProxyType(
+    {"guest": "instructions_guest", "host": "instructions_host"}
+)
 
 Word = Literal[
     "both better",
@@ -61,6 +67,8 @@ class Opinion:
         point: The point in words, by the parameters that vary.
         time: The effect on the workload's time; None when the point has no such metric.
         counted: The effect on the instructions; None when none were counted.
+        sides: The effects on those of guest and host alone, as far as there are any. Neither is
+            judged: work that moves from one side to the other is in both.
         unit: What the instructions are for: `round trip`, `packet`; empty when not known.
         word: What both say together.
         because: The numbers and what follows from them, without the word.
@@ -72,6 +80,7 @@ class Opinion:
     point: str
     time: ArmRow | None = field(repr=False)
     counted: ArmRow | None = field(repr=False)
+    sides: Mapping[str, ArmRow] = field(repr=False)
     unit: str
     word: Word
     because: str
@@ -220,32 +229,41 @@ def opinions(run: RunFrames, level: float = 0.95) -> list[Opinion]:
     if not run.plan.count_instructions:
         return []
     summary = summary_of(run, level)
-    asked = [
-        (arm, workload, params, _pair_of(summary, workload, params, arm))
+    found = []
+    rows_of = {
+        (arm, workload, point_text(params)): (
+            params,
+            {row.metric: row for row in summary.of(workload, params) if row.arm == arm},
+        )
         for workload in summary.workloads
         for params in summary.points(workload)
         for arm in summary.arms
         if arm != run.plan.reference
+    }
+    pairs = {place: _pair_of(rows) for place, (_, rows) in rows_of.items()}
+    looked_at = [
+        row for pair in pairs.values() for row in pair if row is not None and not row.is_twin
     ]
-    rows = [row for _, _, _, pair in asked for row in pair if row is not None and not row.is_twin]
-    judged = {id(row): item for row, item in zip(rows, judge(run, rows, level), strict=True)}
-    found = []
-    for arm, workload, params, (time, counted) in asked:
+    judged = {
+        id(row): item for row, item in zip(looked_at, judge(run, looked_at, level), strict=True)
+    }
+    for (arm, workload, _), (params, rows) in rows_of.items():
+        time, counted = pair = pairs[arm, workload, point_text(params)]
         if time is None and counted is None:
             continue
         unit = unit_of(run, workload, params)
-        findings = [judged.get(id(row)) for row in (time, counted)]
-        word, because = _judged(run, time, counted, unit, findings)
+        sides = {side: rows[name] for side, name in SIDES.items() if name in rows}
+        findings = [judged.get(id(row)) for row in pair]
+        word, because = _judged(run, time, counted, sides, unit, findings)
         point = summary.label(workload, params)
-        found.append(Opinion(arm, workload, params, point, time, counted, unit, word, because))
+        found.append(
+            Opinion(arm, workload, params, point, time, counted, sides, unit, word, because)
+        )
     return found
 
 
-def _pair_of(
-    summary: Summary, workload: str, params: Mapping[str, Value], arm: str
-) -> tuple[ArmRow | None, ArmRow | None]:
-    """An arm's row of the time and of the instructions at a point."""
-    rows = {row.metric: row for row in summary.of(workload, params) if row.arm == arm}
+def _pair_of(rows: Mapping[str, ArmRow]) -> tuple[ArmRow | None, ArmRow | None]:
+    """The rows of time and of instructions among those of an arm at a point."""
     name = next((name for name in TIMES if name in rows), "")
     return rows.get(name), rows.get(INSTRUCTIONS)
 
@@ -254,6 +272,7 @@ def _judged(
     run: RunFrames,
     time: ArmRow | None,
     counted: ArmRow | None,
+    sides: Mapping[str, ArmRow],
     unit: str,
     findings: Sequence[Finding | None],
 ) -> tuple[Word, str]:
@@ -264,9 +283,10 @@ def _judged(
     assert counted is not None
     assert time.effect is not None
     assert counted.effect is not None
+    parts = ", ".join(f"{side} {_change(row)}" for side, row in sides.items() if row.effect)
     numbers = (
         f"{time.metric} {_change(time)}, instructions {_change(counted)}"
-        f"{f' for one {unit}' if unit else ''}"
+        f"{f' for one {unit}' if unit else ''}{f' ({parts})' if parts else ''}"
     )
     if time.is_twin:
         return _equal(time, counted, numbers)
@@ -278,7 +298,18 @@ def _judged(
             for effect, item in zip((time.effect, counted.effect), findings, strict=True)
         )
     )
-    return word, f"{numbers}; {why}"
+    return word, "; ".join(part for part in (numbers, why, _moved(sides)) if part)
+
+
+def _moved(sides: Mapping[str, ArmRow]) -> str:
+    """That work went from one side to the other, which the sum hides; else empty."""
+    seen = {
+        side: row.effect.log_mean for side, row in sides.items() if row.effect and row.beyond_noise
+    }
+    if len(seen) < 2 or min(seen.values()) * max(seen.values()) > 0:
+        return ""
+    fewer, more = sorted(seen, key=lambda side: seen[side])
+    return f"fewer in the {fewer} and more in the {more}, each beyond the noise floor by itself"
 
 
 def _lacking(run: RunFrames, time: ArmRow | None, counted: ArmRow | None) -> str:
@@ -371,14 +402,15 @@ def table(run: RunFrames) -> pd.DataFrame:
             "point": item.point,
             "time": _cell(item.time, f"{item.time.metric} " if item.time is not None else ""),
             "instructions": _cell(item.counted),
+            **{side: _cell(item.sides.get(side)) for side in SIDES},
             "for one": item.unit,
             "both say": item.word,
             "because": item.because.partition("; ")[2] or item.because,
         }
         for item in opinions(run)
     ]
-    columns = ["arm", "workload", "point", "time", "instructions", "for one", "both say", "because"]
-    return pd.DataFrame(rows, columns=columns)
+    columns = ["arm", "workload", "point", "time", "instructions", *SIDES]
+    return pd.DataFrame(rows, columns=[*columns, "for one", "both say", "because"])
 
 
 def _cell(row: ArmRow | None, before: str = "") -> str:
@@ -387,4 +419,4 @@ def _cell(row: ArmRow | None, before: str = "") -> str:
 
 def summary_of(run: RunFrames, level: float = 0.95) -> Summary:
     """The summary over the metrics that both opinions are about, for the figures."""
-    return summarise(run, [*TIMES, INSTRUCTIONS], level)
+    return summarise(run, [*TIMES, INSTRUCTIONS, *SIDES.values()], level)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +17,6 @@ from vringlab.analysis.pairing import point_text
 from vringlab.analysis.power import POWER, RequiredN, design_half_width, noise_floor
 from vringlab.analysis.stats import Effect, from_pairs
 from vringlab.analysis.units import metric as metric_spec
-from vringlab.campaign.experiment import Value
 from vringlab.campaign.work import SIZES_S
 from vringlab.errors import MeasurementInvalid, UserError, VringlabError
 from vringlab.report.canvas import (
@@ -33,12 +32,13 @@ from vringlab.report.canvas import (
     usable,
 )
 from vringlab.report.noise_view import Question
-from vringlab.report.opinions import INSTRUCTIONS, chosen, opinions, refusal, summary_of
+from vringlab.report.opinions import INSTRUCTIONS, SIDES, Opinion, chosen, refusal, summary_of
 from vringlab.report.power_view import required
 from vringlab.report.summary import at, change_text, count
 from vringlab.report.time_budget import duration
 
 _PANEL = 2.9
+_COUNTED = (INSTRUCTIONS, *SIDES.values())
 _COLOURS = ("#0072b2", "#d55e00")
 _CAPTION = (
     "Points: this run's interval after so many pairs. Lines: expected at this run's spreads, "
@@ -119,31 +119,36 @@ class Pairing:
 
 
 def pairings(
-    run: RunFrames, workload: str, params: Mapping[str, Value], arm: str, level: float = 0.95
+    run: RunFrames,
+    item: Opinion,
+    side: str | None = None,
+    level: float = 0.95,
 ) -> tuple[Pairing, Pairing]:
     """An arm's time and instructions at a point, asked for a change of the instructions' size.
 
     Of a rate the change of that size is the inverse ratio.
+
+    Args:
+        run: The run.
+        item: Arm, workload and point.
+        side: Only the instructions of that side, `guest` or `host`.
+        level: Level of the intervals.
 
     Raises:
         UserError: the run does not have both with an A/A pair there, or the instructions came out
             exactly alike, so that there is no size.
         MeasurementInvalid: as for `power.noise_floor`.
     """
-    effects = [
-        row.effect
-        for item in opinions(run, level)
-        if (item.arm, item.workload, dict(item.params)) == (arm, workload, dict(params))
-        for row in (item.time, item.counted)
-        if row is not None and row.effect is not None
-    ]
-    if len(effects) != 2:
+    row = item.counted if side is None else item.sides.get(side)
+    time = item.time.effect if item.time is not None else None
+    counted = row.effect if row is not None else None
+    if time is None or counted is None:
         raise UserError(
-            f"run {run.run_id} does not have both time and instructions of {arm} by {workload} at "
-            f"{point_text(params)}",
+            f"run {run.run_id} does not have both time and instructions of {item.arm} by "
+            f"{item.workload} at {point_text(item.params)}",
             remedy="measure with --count-instructions; vringlab show says what is missing",
         )
-    time, counted = effects
+    workload, params, arm = item.workload, item.params, item.arm
     size = counted.improvement
     if size == 0:
         raise UserError(
@@ -162,19 +167,21 @@ def pairings(
     return made[0], made[1]
 
 
-def pairings_of(run: RunFrames) -> tuple[Pairing, Pairing]:
-    """`pairings` of the arm and point that stand for a run.
+def pairings_of(
+    run: RunFrames, workload: str | None = None, side: str | None = None
+) -> tuple[Pairing, Pairing]:
+    """`pairings` of the arm and point that stand for a run, or for one of its workloads.
 
     Raises:
         UserError, MeasurementInvalid: as for `pairings`; the run has no point with both.
     """
-    item = chosen(run)
+    item = chosen(run, workload)
     if item is None:
         raise UserError(
             f"run {run.run_id} has no point with both time and instructions",
             remedy=refusal(run) or "vringlab show says what is missing",
         )
-    return pairings(run, item.workload, item.params, item.arm)
+    return pairings(run, item, side)
 
 
 @dataclass(frozen=True)
@@ -185,13 +192,24 @@ class Answer:
     lines: tuple[str, ...]
 
 
-def answer(run: RunFrames, width: Width = "wide") -> Answer:
-    """The answer for the arm and point that stand for a run.
+def answer(
+    run: RunFrames,
+    workload: str | None = None,
+    side: str | None = None,
+    width: Width = "wide",
+) -> Answer:
+    """The answer for the arm and point that stand for a run, or for one of its workloads.
 
     Where there is nothing to ask, figure and sentence say why.
+
+    Args:
+        run: The run.
+        workload: Only this one.
+        side: Only the instructions of that side, `guest` or `host`.
+        width: Wide or narrow.
     """
     try:
-        asked = pairings_of(run)
+        asked = pairings_of(run, workload, side)
     except VringlabError as error:
         why = f"{error.message[0].upper()}{error.message[1:]}: {error.remedy}."
         with style():
@@ -201,7 +219,7 @@ def answer(run: RunFrames, width: Width = "wide") -> Answer:
 
 
 def _pair_s(run: RunFrames, asked: Question) -> float:
-    if asked.metric == INSTRUCTIONS:
+    if asked.metric in _COUNTED:
         return 2 * sum(SIZES_S)
     rows = at(run.samples, asked.workload, asked.params)
     rows = rows[rows["valid"].astype(bool) & (rows["metric"] == asked.metric)]
@@ -223,21 +241,26 @@ def pairs_lines(asked: Sequence[Pairing]) -> list[str]:
         if one.assumed:
             what += f", at an assumed spread of {100 * one.asked.spreads[0]:.0f} %"
         told.append(
-            f"By {one.asked.metric}, a change of {change_text(one.ratio)} is found with "
+            f"By {_called(one)}, a change of {change_text(one.ratio)} is found with "
             f"{100 * POWER:.0f} % power by {what}; equal arms came out {_apart(one)} apart "
             f"(median of {count(one.asked.noise.effect.blocks, 'pair')})."
         )
     time, counted = asked
     if np.isfinite(time.needed_s) and np.isfinite(counted.needed_s):
         told.append(
-            f"So {counted.asked.metric} need {100 * counted.needed_s / time.needed_s:.3g} % of the "
+            f"So {_called(counted)} need {100 * counted.needed_s / time.needed_s:.3g} % of the "
             f"measuring time that {time.asked.metric} needs for the same verdict."
         )
     return told
 
 
 def _runs(one: Pairing) -> str:
-    return "counted runs" if one.asked.metric == INSTRUCTIONS else "timed windows"
+    return "counted runs" if one.asked.metric in _COUNTED else "timed windows"
+
+
+def _called(one: Pairing) -> str:
+    sides = {name: f"{side}'s instructions" for side, name in SIDES.items()}
+    return sides.get(one.asked.metric, one.asked.metric)
 
 
 def _apart(one: Pairing) -> str:
@@ -284,7 +307,7 @@ def pairs_figure(asked: Sequence[Pairing], width: Width = "wide", notes: bool = 
         for one, colour in zip(asked, _COLOURS, strict=True)
     ]
     size = abs(asked[-1].effect.log_mean)
-    line = f"size of the change in instructions, {change_text(asked[-1].effect.ratio)}"
+    line = f"size of the change in {_called(asked[-1])}, {change_text(asked[-1].effect.ratio)}"
     handles += [
         Line2D([], [], color=INK, lw=1, ls=(0, (4, 3)), label=line),
         Line2D([], [], color=MUTED, ls="", marker="D", ms=6, label="needed for 80 % power"),
@@ -335,8 +358,8 @@ def _needed(one: Pairing) -> int:
 def _label(one: Pairing) -> str:
     need = one.needed
     if need is None:
-        return f"{one.asked.metric}: over 100,000 boots needed"
-    return f"{one.asked.metric}: {count(need.blocks, 'pair')} needed, {duration(one.needed_s)}"
+        return f"{_called(one)}: over 100,000 boots needed"
+    return f"{_called(one)}: {count(need.blocks, 'pair')} needed, {duration(one.needed_s)}"
 
 
 def _percent(log: float) -> float:
