@@ -335,7 +335,13 @@ def counter(bench: Bench) -> Iterator[Line]:
         "counter",
         f"vringlab-pingpong of {bench.seconds:g} s with the instruction counter: mean round trip",
         "the same without it",
-        in_turn(bench.pairs, lambda: round_trip_ms(True), lambda: round_trip_ms(False), bench.say),
+        in_turn(
+            bench.pairs,
+            lambda: round_trip_ms(True),
+            lambda: round_trip_ms(False),
+            bench.say,
+            "ms",
+        ),
         "ms",
         at_most=1.10,
         note=f"{_PAYLOAD}-byte messages, both in labs restored from one snapshot, one after the "
