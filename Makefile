@@ -26,12 +26,12 @@ run: setup ## The main job: both experiments, quick profile, on the embedded KVM
 	$(BIN)/vringlab run vsock-direct-enqueue --profile quick
 
 test: setup-test check ## Everything: lint, types, all tests with live ones, notebooks by nbval
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/pure tests/fakes
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long" tests/pure tests/fakes
 	VRINGLAB_LIVE=1 $(BIN)/python -m pytest $(TRANSIENT) -m "not long" tests/live
 	$(BIN)/python -m pytest -n 2 --dist loadfile --nbval-lax --nbval-current-env notebooks
 
-test-long: setup-test ## The live tests that `make test` leaves out: several hosts, a user's host, other kernels
-	VRINGLAB_LIVE=1 $(BIN)/python -m pytest $(TRANSIENT) -m long tests/live
+test-long: setup-test ## The tests that `make test` leaves out: several hosts, a user's host, other kernels
+	VRINGLAB_LIVE=1 $(BIN)/python -m pytest $(TRANSIENT) -m long tests/live tests/fakes
 
 test-fast: setup ## Tests without virtual machines (pure functions and fakes)
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/pure tests/fakes

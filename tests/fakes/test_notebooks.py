@@ -39,6 +39,7 @@ OF_A_RUN = {
 #: Generous: other jobs may have the processors.
 TIMEOUT_S = 900
 
+MANY_FIGURES = ("30_vhost_net", "40_vsock_streams_and_slab")
 each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -161,7 +162,15 @@ def test_the_notebook_on_hosts_asks_only_what_was_recorded() -> None:
 
 
 @pytest.mark.timeout(TIMEOUT_S)
-@each
+@pytest.mark.parametrize(
+    "path",
+    [
+        # Two minutes for these alone; nbval runs them once in any case.
+        pytest.param(path, marks=pytest.mark.long if path.stem in MANY_FIGURES else ())
+        for path in NOTEBOOKS
+    ],
+    ids=lambda path: path.stem,
+)
 def test_a_notebook_runs_with_its_defaults_twice_from_any_folder(
     path: Path, tmp_path: Path
 ) -> None:
