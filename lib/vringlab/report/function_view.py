@@ -315,7 +315,7 @@ def _caption(
     parts = [
         f"Means over boots. In all {total:+,.0f} instructions"
         + (f" ({change_text(1 + total / before)})" if before > 0 else "")
-        + f"; the {count(len(shown), 'function')} above sum up to {told:+,.0f}.",
+        + f"; the {count(len(shown), 'row')} above sum up to {told:+,.0f}.",
         "A function's own instructions, without those of what it calls.",
         f"Intervals: {100 * summary.level:g} %, t on boot means."
         if np.isfinite(shown["low"]).any()

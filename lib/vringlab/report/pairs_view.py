@@ -196,6 +196,7 @@ def answer(
     run: RunFrames,
     workload: str | None = None,
     side: str | None = None,
+    *,
     width: Width = "wide",
 ) -> Answer:
     """The answer for the arm and point that stand for a run, or for one of its workloads.
