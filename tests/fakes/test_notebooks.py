@@ -37,7 +37,9 @@ OF_A_RUN = {
     "91_is_it_noise": "virtio-net-napi-tx",
 }
 #: Generous: other jobs may have the processors.
-TIMEOUT_S = 900
+TIMEOUT_S = 600
+#: A kernel whose port another one took answers no cell, ever.
+CELL_S = 150
 
 MANY_FIGURES = ("30_vhost_net", "40_vsock_streams_and_slab")
 each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -54,7 +56,7 @@ def code(path: Path) -> list[Any]:
 def run(notebook: Any, folder: Path) -> None:
     """Execute a notebook in `folder`; an error in a cell is raised."""
     client = NotebookClient(
-        notebook, timeout=TIMEOUT_S, kernel_name="python3", resources={"metadata": {"path": folder}}
+        notebook, timeout=CELL_S, kernel_name="python3", resources={"metadata": {"path": folder}}
     )
     client.execute()
 
