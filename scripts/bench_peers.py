@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vringlab.cachedir import OnStep, Store, require_space
+from vringlab.cachedir import OnStep, Store, there
 from vringlab.errors import InfrastructureError
 from vringlab.image.build import Image
 from vringlab.kernels.buildroot import BuildRoot, bootstrap
@@ -164,14 +164,13 @@ def ensure_virtme(image: Image, accelerator: Accelerator, on_step: OnStep) -> Vi
     """
     kept = store()
     key = _key("virtme-ng", VIRTME_NG, image.version, image.suite, _VIRTME_ROOT)
-    if not kept.entry(key).is_dir():
-        with kept.locked(key, on_step):
-            if not kept.entry(key).is_dir():
-                require_space(kept.folder, _SPACE_GB)
-                on_step(f"fetching virtme-ng {VIRTME_NG} and a Debian for it (once)")
-                with kept.building(key) as folder:
-                    _make_virtme(image, folder)
-    return Virtme(kept.entry(key), image, accelerator.name == "kvm")
+
+    def build(folder: Path) -> None:
+        on_step(f"fetching virtme-ng {VIRTME_NG} and a Debian for it (once)")
+        _make_virtme(image, folder)
+
+    made = kept.ensure(key, there, build, on_step=on_step, space_gb=_SPACE_GB)
+    return Virtme(made, image, accelerator.name == "kvm")
 
 
 def _make_virtme(image: Image, folder: Path) -> None:
@@ -323,23 +322,22 @@ def kernel_sample(
     _, source = source_of(_BASE, image, on_step=on_step)
     kept = store()
     key = _key("kernel-tools", image.suite, root.compiler, _KERNEL_TOOLS)
-    if not kept.entry(key).is_dir():
-        with kept.locked(key, on_step):
-            if not kept.entry(key).is_dir():
-                require_space(kept.folder, _SPACE_GB)
-                on_step("fetching what whole kernels are built with (once)")
-                with kept.building(key) as folder:
-                    bootstrap(
-                        image.suite,
-                        folder / "root",
-                        _KERNEL_TOOLS,
-                        dpkgopts=_UNREAD_OPTIONS,
-                        what="the tools for a whole kernel",
-                    )
-                    awk = folder / "root/usr/bin/awk"
-                    if not awk.exists():
-                        awk.symlink_to("mawk")
-    tools = replace(root, path=kept.entry(key) / "root")
+
+    def build(folder: Path) -> None:
+        on_step("fetching what whole kernels are built with (once)")
+        bootstrap(
+            image.suite,
+            folder / "root",
+            _KERNEL_TOOLS,
+            dpkgopts=_UNREAD_OPTIONS,
+            what="the tools for a whole kernel",
+        )
+        awk = folder / "root/usr/bin/awk"
+        if not awk.exists():
+            awk.symlink_to("mawk")
+
+    made = kept.ensure(key, there, build, on_step=on_step, space_gb=_SPACE_GB)
+    tools = replace(root, path=made / "root")
     sample = KernelSample(tools, source, out, tuple(targets))
     out.mkdir(parents=True)
     on_step("configuring the kernel")

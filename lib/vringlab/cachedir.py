@@ -107,7 +107,7 @@ class Store:
             build: Makes it in an empty folder.
             on_step: Told when another process is waited for.
             space_gb: Room that the disk must have before it is built, GB.
-            keep_failed: See `building`.
+            keep_failed: Keep the folder of a build that fails, as `failed(key)`.
 
         Raises:
             InfrastructureError: the disk is full, or it is not there although it was built.
@@ -116,13 +116,13 @@ class Store:
         found = load(self.entry(key))
         if found is not None:
             return found
-        with self.locked(key, on_step):
+        with self._locked(key, on_step):
             found = load(self.entry(key))
             if found is not None:
                 return found
             if space_gb:
                 require_space(self.folder, space_gb)
-            with self.building(key, keep_failed=keep_failed) as folder:
+            with self._building(key, keep_failed=keep_failed) as folder:
                 build(folder)
         found = load(self.entry(key))
         if found is None:
@@ -134,7 +134,7 @@ class Store:
         return found
 
     @contextlib.contextmanager
-    def locked(self, key: str, on_step: OnStep) -> Iterator[None]:
+    def _locked(self, key: str, on_step: OnStep) -> Iterator[None]:
         """Hold the key's lock; waits while another process builds the same entry."""
         with self._lock_file(key) as lock:
             try:
@@ -145,7 +145,7 @@ class Store:
             yield
 
     @contextlib.contextmanager
-    def building(self, key: str, *, keep_failed: bool = False) -> Iterator[Path]:
+    def _building(self, key: str, *, keep_failed: bool = False) -> Iterator[Path]:
         """An empty folder that becomes the entry when the block ends well.
 
         When it does not, it is removed, or kept as `failed(key)`. Hold the key's lock.

@@ -558,15 +558,19 @@ class MachineSession:
 
     def measure(self, workload: str, params: Mapping[str, Value], duration_s: float) -> Outcome:
         """Run a workload once; see `campaign.runner.Session`."""
-        chosen = base.find(workload)
-        point = base.parse_params(chosen, params)
+        run = self._running(workload, params)
         with self._lease.watched():
-            lab = self.lab
-            outcome = chosen.run(lab, point, duration_s)
+            outcome = run(duration_s)
             if self._counting is None:
                 return outcome
             with self.time_budget.phase("count"):
-                return self._counting.add(outcome, lambda s: chosen.run(lab, point, s))
+                return self._counting.add(outcome, run)
+
+    def _running(self, workload: str, params: Mapping[str, Value]) -> Callable[[float], Outcome]:
+        """What runs a workload at a point for so many seconds."""
+        chosen = base.find(workload)
+        point = base.parse_params(chosen, params)
+        return lambda seconds: chosen.run(self.lab, point, seconds)
 
     def paths(self, arm: str, points: Sequence[tuple[str, Mapping[str, Value]]]) -> list[PathPass]:
         """Count the experiment's functions while each point runs; see `campaign.runner.Session`."""
@@ -577,8 +581,7 @@ class MachineSession:
             machine = self.lab.guest.machine if self._side == "guest" else self._host.machine
             with counting(machine, probes) as tally:
                 for workload, params in points:
-                    chosen = base.find(workload)
-                    outcome = chosen.run(self.lab, base.parse_params(chosen, params), PASS_S)
+                    outcome = self._running(workload, params)(PASS_S)
                     counts = tally.take()
                     notes = [*tally.notes, *counts.notes]
                     if not outcome.valid:

@@ -11,6 +11,7 @@ import bz2
 import gzip
 import lzma
 import struct
+from typing import Literal
 
 from vringlab.errors import InfrastructureError
 
@@ -21,15 +22,16 @@ _PAYLOAD = 0x248
 _SECTOR = 512
 
 
-def _zstd(data: bytes) -> bytes:
-    # Imported late: it takes a tenth of a second, and is used when an image is built only.
+def decompressed(data: bytes, codec: Literal["zstd", "gzip"] = "zstd") -> bytes:
+    """What was compressed, as one stream or several."""
+    # Imported late: it takes a tenth of a second, and is used when kernels are unpacked only.
     import pyarrow as pa
 
-    return bytes(pa.CompressedInputStream(pa.BufferReader(data), "zstd").read())
+    return bytes(pa.CompressedInputStream(pa.BufferReader(data), codec).read())
 
 
 _FORMATS = (
-    (b"\x28\xb5\x2f\xfd", _zstd),
+    (b"\x28\xb5\x2f\xfd", decompressed),
     (b"\xfd7zXZ\0", lzma.decompress),
     (b"\x1f\x8b", gzip.decompress),
     (b"BZh", bz2.decompress),

@@ -20,7 +20,7 @@ from vringlab.cachedir import OnStep, Store
 from vringlab.errors import InfrastructureError, UserError
 from vringlab.image import initrd
 from vringlab.image.build import Image
-from vringlab.image.kernel_file import uncompressed
+from vringlab.image.kernel_file import decompressed, uncompressed
 from vringlab.image.recipe import Recipe
 from vringlab.kernels.base import SUPPORTED, BaseKernel, check_spec, is_held, resolve
 from vringlab.kernels.buildroot import bootstrap, is_extension
@@ -268,13 +268,9 @@ def _unpacked(file: Path) -> bytes:
     data = file.read_bytes()
     if file.suffix == ".xz":
         return lzma.decompress(data)
-    if file.suffix in (".zst", ".gz"):
-        codec = {".zst": "zstd", ".gz": "gzip"}[file.suffix]
-        # Imported late: it takes a tenth of a second, and is needed when one is made only.
-        import pyarrow as pa
-
-        return bytes(pa.CompressedInputStream(pa.BufferReader(data), codec).read())
-    return data
+    if file.suffix == ".zst":
+        return decompressed(data)
+    return decompressed(data, "gzip") if file.suffix == ".gz" else data
 
 
 def _initrd_modules(modules: Path, wanted: tuple[str, ...]) -> Iterator[tuple[str, bytes]]:

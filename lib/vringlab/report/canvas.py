@@ -354,6 +354,20 @@ def tidy_axes(axes: Axes, *, grid: Literal["x", "y", "both"] = "x") -> None:
     axes.tick_params(length=2.5, width=0.7, pad=2)
 
 
+def panel_title(axes: Axes, text: str, indent: float = 0.0) -> None:
+    """Write what a panel shows above it; `indent` inches to the left of its axis."""
+    axes.annotate(
+        text,
+        (0, 1),
+        xytext=(-72 * indent, 4),
+        size=TEXT,
+        weight="bold",
+        xycoords="axes fraction",
+        textcoords="offset points",
+        gid="panel-title",
+    )
+
+
 # Rounder first; a level is taken as far as there is room.
 _MANTISSAS = ((1.0,), (3.0,), (2.0, 5.0), (1.5, 7.0), (1.2, 2.5, 4.0, 6.0, 8.0, 9.0))
 

@@ -25,6 +25,7 @@ from vringlab.report.canvas import (
     Width,
     line_inches,
     looks,
+    panel_title,
     sheet,
     text_inches,
     tidy_axes,
@@ -118,16 +119,7 @@ def effects(
     top = 0.0
     for metric, groups in panels.items():
         axes = made.axes(margin + left, top + head, inner, heights[metric])
-        axes.annotate(
-            metric_title(metric),
-            (0, 1),
-            xytext=(-72 * left, 4),
-            size=TEXT,
-            weight="bold",
-            xycoords="axes fraction",
-            textcoords="offset points",
-            gid="panel-title",
-        )
+        panel_title(axes, metric_title(metric), left)
         lines = {group.title: titles[metric, group.title] for group in groups}
         _draw(axes, groups, lines, shown, left, inner, marked, texts)
         top += head + heights[metric] + _AXIS + _GAP

@@ -25,6 +25,7 @@ from vringlab.report.canvas import (
     RunFigure,
     Width,
     line_inches,
+    panel_title,
     sheet,
     statement,
     style,
@@ -274,25 +275,12 @@ def _figure(
     )
     start = (made.width - room) / 2 + left
     upper = made.axes(start, head, room - left - 0.25, height)
-    _title(upper, heads[0], left)
+    panel_title(upper, "\n".join(heads[0]), left)
     _bars(upper, shown, ["\n".join(some) for some in lines], room - left - 0.25)
     lower = made.axes(start, 2 * head + height + _AXIS, room - left - 0.25, 2 * _BAR)
-    _title(lower, heads[1], left)
+    panel_title(lower, "\n".join(heads[1]), left)
     _stacks(lower, areas, [(reference, "reference"), (arm, "arm")], room - left - 0.25)
     return made.figure
-
-
-def _title(axes: Axes, lines: list[str], left: float) -> None:
-    axes.annotate(
-        "\n".join(lines),
-        (0, 1),
-        xytext=(-72 * left, 4),
-        size=TEXT,
-        weight="bold",
-        xycoords="axes fraction",
-        textcoords="offset points",
-        gid="panel-title",
-    )
 
 
 def _legend(areas: pd.DataFrame, shown: pd.DataFrame) -> list[Line2D | Patch]:

@@ -25,6 +25,7 @@ from vringlab.report.canvas import (
     Width,
     line_inches,
     looks,
+    panel_title,
     sheet,
     style,
     text_inches,
@@ -125,16 +126,8 @@ def opinions_figure(
             upper = bottoms[place] - layout.height - _AXIS
             axes = made.axes(start, upper, inner, layout.height)
             axes.set_gid(f"opinion:{kind}")
-            axes.annotate(
-                "\n".join(wrapped(heads[place], wrap, TEXT, "bold")),
-                (0, 1),
-                xytext=(-72 * left if across == 1 else 0, 4),
-                size=TEXT,
-                weight="bold",
-                xycoords="axes fraction",
-                textcoords="offset points",
-                gid="panel-title",
-            )
+            title = "\n".join(wrapped(heads[place], wrap, TEXT, "bold"))
+            panel_title(axes, title, left if across == 1 else 0.0)
             axes.set_xlim(-reach, reach)
             axes.set_ylim(layout.height, 0)
             _panel(axes, layout.lines, kind, shown, (-reach, reach), named=column == 0)
