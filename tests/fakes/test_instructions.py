@@ -10,13 +10,13 @@ from typing import Any, cast
 
 import pytest
 from tests.fakes.counter_answer import answer
-from tests.fakes.fake_lab import FakeLab, fake_lab
+from tests.fakes.fake_lab import Answer, FakeLab, fake_lab
 
 from vringlab.campaign import instructions
 from vringlab.campaign.instructions import Counting, PluginMeter, counting_of
 from vringlab.campaign.work import SIZES_S, Work, work
 from vringlab.errors import InfrastructureError, TransientError
-from vringlab.lab import counter
+from vringlab.lab import counter, events
 from vringlab.lab.counter import Counter, Reading
 from vringlab.lab.guest import VhostUserNic
 from vringlab.workloads.base import Metric, Outcome
@@ -29,6 +29,18 @@ SYMBOLS = f"""\
 {KERNEL + 0x400:016x} T vhost_worker
 {KERNEL + 0x500:016x} D the_end
 """
+#: A tracepoint's format as 6.12 prints it, most reasons left out.
+FORM = """\
+name: kvm_exit
+print fmt: "vcpu %u reason %s%s%s", REC->vcpu_id, (REC->isa == 1) ? __print_symbolic(\
+REC->exit_reason & 0xffff, { 0, "EXCEPTION_NMI" }, { 12, "HLT" }, { 49, "EPT_MISCONFIG" }) : \
+__print_symbolic(REC->exit_reason, { 0x040 + 1, "DB excp" }, { 0x078, "hlt" }, { 0x400, "npf" }, \
+{ -1, "invalid_guest_state" }), (REC->isa == 1) ? __print_flags(REC->exit_reason & ~0xffff, " ", \
+{ 0x80000000, "FAILED_VMENTRY" }) : ""
+"""
+#: Threads of the lab's guest, and one of another guest.
+VCPUS = (100, 101)
+STRANGER = 4711
 
 
 class Machines:
@@ -57,6 +69,27 @@ class Machines:
             )
         )
 
+    def host_stat(self, command: str) -> Answer:
+        """Three switches for each unit, two exits, and what another guest does."""
+        units, start_up = int(self.done), 50 * self.runs
+        said = f"cpu 1 2\nctxt {3 * units + start_up}\nbtime 1\n"
+        if "hist" in command:
+            said += "".join(
+                f"{{ common_pid: {thread:10}, isa: {2:10}, exit_reason: {code:10} }} "
+                f"hitcount: {count:10}\n"
+                for thread, code, count in (
+                    (VCPUS[0], 0x78, units + start_up),
+                    (VCPUS[1], 0x400, units // 2),
+                    (VCPUS[0], 0x400, units - units // 2),
+                    (VCPUS[0], 0x999, start_up),
+                    (STRANGER, 0x78, 10 * units),
+                )
+            )
+        return (said, "", 0)
+
+    def guest_stat(self, _: str) -> Answer:
+        return (f"ctxt {7 * int(self.done) + 20 * self.runs}\n", "", 0)
+
     def run(self, seconds: float, rate: float = 1000.0) -> Outcome:
         self.runs += 1
         self.done += rate * seconds
@@ -73,6 +106,10 @@ def lab_of(machines: Machines, **options: Any) -> FakeLab:
     for machine in (found.host, found.guest):
         machine.answers["kallsyms"] = (SYMBOLS, "", 0)
     found.host.answers["halt_poll_ns"] = ("200000\n", "", 0)
+    found.host.answers["mkdir .*vringlab-exits"] = (FORM, "", 0)
+    found.host.answers["rmdir .*vringlab-exits"] = ("", "", 0)
+    found.host.answers["proc/stat"] = machines.host_stat
+    found.guest.answers["proc/stat"] = machines.guest_stat
     host = cast(Any, found.lab.host)
     host.counter, host.count_refusal, host.bare = cast(Counter, machines), "", None
     host.changes = []
@@ -119,7 +156,7 @@ def test_the_cost_of_one_is_a_slope_without_start_up_and_waiting(machines: Machi
     }
     # The timed run comes first, and is what the sample's other figures are of.
     assert outcome.window_s == 10
-    assert machines.runs == 3
+    assert machines.runs == 1 + 2 * len(SIZES_S)
 
 
 def test_the_host_does_not_poll_for_halted_guests_meanwhile(machines: Machines) -> None:
@@ -130,7 +167,8 @@ def test_the_host_does_not_poll_for_halted_guests_meanwhile(machines: Machines) 
         *(f"cat {file}", f"echo 0 > {file}", f"echo 200000 > {file}")
     ]
     # A user's host knows how to undo it before it is done.
-    assert cast(Any, lab.lab.host).changes == [f"echo 200000 > {file}"]
+    changes = cast(Any, lab.lab.host).changes
+    assert changes == [f"echo 200000 > {file}", events.undo(lab.lab.guest)]
 
 
 def test_what_fails_leaves_the_host_as_it_was(machines: Machines) -> None:
@@ -148,6 +186,54 @@ def test_what_fails_leaves_the_host_as_it_was(machines: Machines) -> None:
     assert "echo 200000" in lab.host.asked("halt_poll_ns")[-1]
 
 
+def test_exits_by_reason_and_switches_are_slopes_too(machines: Machines) -> None:
+    lab = lab_of(machines)
+    outcome = counted(machines, lab)
+    found = figures(outcome)
+    assert found["exits"] == pytest.approx(2)
+    assert (found["switches_host"], found["switches_guest"]) == pytest.approx((3, 7))
+    assert not {"cycles_host", "cycles_guest"} & set(found)
+    others = profile(outcome)["others"]
+    # A reason that this kernel has no name for, and nothing of the other guest's.
+    assert {name: others[name] for name in others if name.startswith("exits: ")} == {
+        "exits: hlt": pytest.approx(1),
+        "exits: npf": pytest.approx(1),
+        "exits: reason 0x999": pytest.approx(0),
+    }
+    # Counting exits executes instructions: it begins after those were counted, and ends.
+    order = [line for line in lab.host.log if "vringlab-exits" in line]
+    assert "mkdir" in order[0]
+    assert len([line for line in order if "hist'" not in line and "/hist" in line]) == 4
+    assert order[-1].endswith(events.undo(lab.lab.guest))
+
+
+def test_a_host_that_counts_no_exits_says_why(machines: Machines) -> None:
+    lab = lab_of(machines)
+    lab.host.answers["mkdir .*vringlab-exits"] = ("", "mkdir: Permission denied\n", 1)
+    outcome = counted(machines, lab)
+    assert "exits" not in figures(outcome)
+    assert figures(outcome)["switches_guest"] == pytest.approx(7)
+    assert profile(outcome)["notes"] == [
+        "exits by reason are not available: mkdir: Permission denied"
+    ]
+
+
+def test_reasons_are_named_by_the_kernel() -> None:
+    assert events.reasons(FORM) == {
+        (1, 0): "exception_nmi",
+        (1, 12): "hlt",
+        (1, 49): "ept_misconfig",
+        (2, 0x41): "db excp",
+        (2, 0x78): "hlt",
+        (2, 0x400): "npf",
+        (2, 0xFFFFFFFF): "invalid_guest_state",
+        (2, 0x80000000): "failed_vmentry",
+    }
+    # Intel's has flags above: of an entry that failed.
+    line = f"{{ common_pid: 7, isa: 1, exit_reason: {0x80000000 + 12} }} hitcount: 3"
+    assert events.exits_of(line, [7], events.reasons(FORM)) == {"exits": 3, "exits: hlt": 3}
+
+
 @pytest.mark.parametrize("which", [10, *SIZES_S])
 def test_invalid_runs_are_not_counted(machines: Machines, which: float) -> None:
     counting, _ = counting_of(lab_of(machines).lab)
@@ -163,7 +249,7 @@ def test_invalid_runs_are_not_counted(machines: Machines, which: float) -> None:
     assert outcome.valid == (which != 10)
     told = cast(Mapping[str, str], outcome.context["instructions"])
     assert "invalid" in told["not available"]
-    assert machines.runs == (1 if which == 10 else 3)
+    assert machines.runs == (1 if which == 10 else 1 + 2 * len(SIZES_S))
 
 
 def test_small_functions_are_kept_as_one(
@@ -189,7 +275,7 @@ def test_processors_that_poll_are_left_out(machines: Machines) -> None:
 def test_runs_that_are_no_two_sizes_leave_the_time_alone(
     machines: Machines, rates: tuple[float, float]
 ) -> None:
-    left = iter((1000.0, *rates))
+    left = iter((1000.0, *rates, *rates))
     counting, _ = counting_of(lab_of(machines).lab)
     assert counting is not None
 

@@ -40,6 +40,8 @@ _DEFINITIONS = (
     "byte = 8 * bit = B",
     "percent = [share]",
     "instruction = [work]",
+    "cycle = [clock]",
+    "event = [events]",
     "pps = 1 / second",
 )
 
@@ -148,6 +150,15 @@ _SPECS = (
         "lower",
         "The same of the arm's own modules, what they call not included.",
     ),
+    MetricSpec("exits", "event", "lower", "Exits from the guest for one unit of work."),
+    MetricSpec(
+        "switches_guest", "event", "lower", "Context switches of the guest for one unit of work."
+    ),
+    MetricSpec("switches_host", "event", "lower", "The same of the host."),
+    MetricSpec(
+        "cycles_guest", "cycle", "lower", "The guest's processor cycles for one unit of work."
+    ),
+    MetricSpec("cycles_host", "cycle", "lower", "The same of the host."),
 )
 
 #: All metrics by name. The first block of names is shared with the workloads' samples.
@@ -250,6 +261,8 @@ def humanize(value: float, unit: str) -> str:
     )
     if unit == "percent":
         return f"{value:.3g} %"
+    if unit == "event":
+        return f"{value:.3g}"
     if unit != "ns" and short is None:
         return f"{value:.4g} {unit}"
     steps = _TIMES if short is None else tuple((size, p + short) for size, p in _PREFIXES)

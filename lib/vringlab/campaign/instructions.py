@@ -10,6 +10,9 @@ work, such as clock ticks, does not: it takes longer with more of it, and is a p
 
 The KVM host does not poll for halted guests meanwhile (kvm.halt_poll_ns): it would execute as much
 as it had to wait, which says how busy this machine was.
+
+Two more such runs tell, by the same slope, the exits from the guest and the context switches: what
+counts exits executes instructions itself, so it has runs of its own.
 """
 
 from __future__ import annotations
@@ -22,10 +25,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from vringlab.campaign.tables import INSTRUCTIONS
-from vringlab.campaign.work import FORMAT, SIZES_S, WAITING, WORKING, Work, work
+from vringlab.campaign.work import FORMAT, SIZES_S, WAITING, WORKING, Work, sizes
 from vringlab.errors import InfrastructureError, TransientError
 from vringlab.kernels.module import BuiltModule
-from vringlab.lab import perf
+from vringlab.lab import events, perf
 from vringlab.lab.counter import (
     Area,
     Code,
@@ -41,6 +44,14 @@ from vringlab.lab.lab import Lab
 from vringlab.transport.ssh import Machine
 from vringlab.workloads.base import Metric, Outcome
 
+#: Metrics of what else is counted, and their unit.
+_OTHERS: Mapping[str, tuple[str, str]] = {
+    events.EXITS: ("exits", "event"),
+    events.HOST_SWITCHES: ("switches_host", "event"),
+    events.GUEST_SWITCHES: ("switches_guest", "event"),
+    perf.HOST_CYCLES: ("cycles_host", "cycle"),
+    perf.GUEST_CYCLES: ("cycles_guest", "cycle"),
+}
 _HALT_POLL = "/sys/module/kvm/parameters/halt_poll_ns"
 #: Functions with less than this share of the instructions are kept as one.
 _LEAST = 0.0005
@@ -163,21 +174,39 @@ class Counting:
         if not outcome.valid:
             return _without(outcome, "the sample is invalid")
         with self._halted():
-            short, long = (
-                self._meter.around(functools.partial(run, seconds)) for seconds in SIZES_S
-            )
-        for problem in (short.outcome.reason, long.outcome.reason):
-            if problem:
-                return _without(outcome, f"a counted run was invalid: {problem}")
-        less, more = work(short.outcome), work(long.outcome)
-        if less is None or more is None or more.count <= less.count:
+            counted = [self._meter.around(functools.partial(run, size)) for size in SIZES_S]
+            traced, notes = self._traced(run)
+        for made in (*(one.outcome for one in counted), *(one for one, _ in traced)):
+            if made.reason:
+                return _without(outcome, f"a counted run was invalid: {made.reason}")
+        short, long = counted
+        done = sizes(short.outcome, long.outcome)
+        if done is None:
             return _without(outcome, "the two runs did not do a different amount of work")
-        others = {
-            name: (value - short.others.get(name, 0)) / (more.count - less.count)
-            for name, value in long.others.items()
-        }
-        left_out, notes = self._polling(long.profile)
-        return _with(outcome, long.profile - short.profile, less, more, left_out, others, notes)
+        others = _slopes(done, short.others, long.others)
+        again = sizes(*(made for made, _ in traced))
+        if again is None:
+            notes.append("exits and context switches: the two runs did not do different work")
+        else:
+            others = {**_slopes(again, *(found for _, found in traced)), **others}
+        left_out, more = self._polling(long.profile)
+        return _with(outcome, long.profile - short.profile, done, left_out, others, [*more, *notes])
+
+    def _traced(
+        self, run: Callable[[float], Outcome]
+    ) -> tuple[list[tuple[Outcome, Mapping[str, int]]], list[str]]:
+        """Two runs with what happened in each."""
+        lab = self._lab
+        found: list[tuple[Outcome, Mapping[str, int]]] = []
+        notes: list[str] = []
+        with events.counting_events(lab.host, lab.guest) as counter:
+            for size in SIZES_S:
+                before = counter.read()
+                made = run(size)
+                happened = counter.read() - before
+                found.append((made, happened.counts))
+                notes += happened.notes
+        return found, list(dict.fromkeys(notes))
 
     @contextmanager
     def _halted(self) -> Iterator[None]:
@@ -187,6 +216,7 @@ class Counting:
         back = f"echo {before} > {_HALT_POLL}"
         if not self._noted:
             self._lab.host.on_change(back)
+            self._lab.host.on_change(events.undo(self._lab.guest))
             self._noted = True
         machine.run(f"echo 0 > {_HALT_POLL}")
         try:
@@ -216,15 +246,27 @@ def _without(outcome: Outcome, why: str) -> Outcome:
     return replace(outcome, context={**outcome.context, "instructions": {"not available": why}})
 
 
+def _slopes(
+    done: tuple[Work, Work], less: Mapping[str, int], more: Mapping[str, int]
+) -> dict[str, float]:
+    """Counts for one unit, of all that happened at all."""
+    units = done[1].count - done[0].count
+    return {
+        name: (value - less.get(name, 0)) / units
+        for name, value in more.items()
+        if value or less.get(name, 0)
+    }
+
+
 def _with(
     outcome: Outcome,
     found: Profile,
-    less: Work,
-    more: Work,
+    done: tuple[Work, Work],
     left_out: frozenset[tuple[Side, Area, int]],
     others: Mapping[str, float],
     notes: list[str],
 ) -> Outcome:
+    less, more = done
     units = more.count - less.count
 
     def kept(row: Row) -> float:
@@ -261,6 +303,11 @@ def _with(
         metrics=(
             *outcome.metrics,
             *(Metric(name, value, "instruction") for name, value in metrics.items()),
+            *(
+                Metric(name, others[what], unit)
+                for what, (name, unit) in _OTHERS.items()
+                if what in others
+            ),
         ),
         raw={**outcome.raw, f"{INSTRUCTIONS}.json": (json.dumps(record, indent=1) + "\n").encode()},
         context={

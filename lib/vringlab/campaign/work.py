@@ -55,3 +55,11 @@ def work(outcome: Outcome) -> Work | None:
         if rates.get(name):
             return Work(unit, rates[name] * factor * outcome.window_s)
     return None
+
+
+def sizes(short: Outcome, long: Outcome) -> tuple[Work, Work] | None:
+    """The work of two runs of one workload; None unless the longer one did more of it."""
+    less, more = work(short), work(long)
+    if less is None or more is None or more.count <= less.count:
+        return None
+    return less, more

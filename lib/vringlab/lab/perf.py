@@ -13,7 +13,12 @@ from dataclasses import dataclass, field
 
 from vringlab.errors import InfrastructureError
 from vringlab.lab.counter import Area, Profile, Row, Side
+from vringlab.lab.events import HOST_SWITCHES
 from vringlab.transport.ssh import Machine
+
+#: What is counted beside the instructions, as it is called in samples.
+GUEST_CYCLES = "cycles of the guest"
+HOST_CYCLES = "cycles of the host"
 
 #: Modifiers of perf events (perf-list(1)): G guest, H host, u user space, k kernel.
 _EVENTS: dict[str, tuple[Side, Area]] = {
@@ -24,10 +29,9 @@ _EVENTS: dict[str, tuple[Side, Area]] = {
 }
 #: Counted beside them, whatever of it there is.
 _OTHERS = {
-    "cycles:G": "cycles of the guest",
-    "cycles:H": "cycles of the host",
-    "kvm:kvm_exit": "exits from the guest",
-    "context-switches": "context switches of the host",
+    "cycles:G": GUEST_CYCLES,
+    "cycles:H": HOST_CYCLES,
+    "context-switches": HOST_SWITCHES,
 }
 _READY = "counting"
 _ANSWER_S = 30.0

@@ -331,7 +331,8 @@ def amount(value: float, unit: str, metric: str = "") -> str:
         number = f"{value:.0f}"
     if abs(float(number)) < 99.95:
         number = _three(float(number))
-    text = f"{number} {name}"
+    # What is only counted has no unit.
+    text = f"{number} {name}".rstrip()
     # `k/s` says of what only beside the metric's name; packets have a unit of their own.
     return text.replace("/s", "pps") if metric.startswith("pps_") and unit == "1/s" else text
 
@@ -347,7 +348,8 @@ def span(interval: Interval, unit: str, metric: str = "") -> str:
     # The number is rounded, the prefix is a power of ten.
     scale = 10.0 ** round(np.log10(interval.high / float(number))) if float(number) else 1.0
     low = interval.low / scale
-    return f"[{low:.0f}, {number}] {name}" if low >= 99.95 else f"[{_three(low)}, {number}] {name}"
+    first = f"{low:.0f}" if low >= 99.95 else _three(low)
+    return f"[{first}, {number}] {name}".rstrip()
 
 
 def _three(value: float) -> str:
