@@ -167,8 +167,9 @@ def run(
         bool,
         typer.Option(
             "--count-instructions",
-            help="Count instructions for one unit of work beside the time (embedded, emulated "
-            "host): a second opinion that noise hardly moves. Notebook 50 reads it.",
+            help="Count instructions, exits and context switches for one unit of work, in runs of "
+            "their own (embedded, emulated host; ssh:// by perf): a second opinion that noise "
+            "hardly moves. Notebook 50 reads it.",
         ),
     ] = False,
     explain_time: ExplainTime = False,

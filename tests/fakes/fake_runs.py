@@ -18,6 +18,7 @@ from vringlab.campaign.plan import make_plan
 from vringlab.campaign.runner import execute
 from vringlab.campaign.store import Store
 from vringlab.campaign.work import FORMAT, WORKING
+from vringlab.lab import events
 from vringlab.workloads.base import Metric, Outcome, Params
 
 VSOCK, NET = "vsock-direct-enqueue", "virtio-net-napi-tx"
@@ -279,13 +280,24 @@ PROFILE: Mapping[tuple[str, str, str | None, str | None], float] = {
     ("host", "user", None, None): 8_000,
 }
 
+#: What else one unit of work takes; the guest's switches follow what `work` says.
+EVENTS: Mapping[str, float] = {
+    events.EXITS: 6.0,
+    f"{events.BY_REASON}hlt": 1.5,
+    f"{events.BY_REASON}npf": 2.5,
+    f"{events.BY_REASON}interrupt": 1.99,
+    f"{events.BY_REASON}cpuid": 0.01,
+    events.HOST_SWITCHES: 11.0,
+    events.GUEST_SWITCHES: 8.0,
+}
+
 
 class CountingSession(FakeSession):
-    """A session that pretends to count instructions, too: random figures around `PROFILE`.
+    """A session that pretends to count, too: random figures around `PROFILE` and `EVENTS`.
 
     Args:
-        work: Instructions of `queue_work_on` and `process_one_work` by arm, as a multiple of the
-            reference's; 1 where not named.
+        work: Instructions of `queue_work_on` and `process_one_work`, and context switches of the
+            guest, by arm, as a multiple of the reference's; 1 where not named.
         spread: Standard deviation of a cell's log instructions.
         kwargs: Those of `FakeSession`.
     """
@@ -322,12 +334,25 @@ class CountingSession(FakeSession):
         }
         unit = "packet" if workload.startswith("pktgen") else "round trip"
         rows = [[*key, value] for key, value in profile.items()]
-        record = {"format": FORMAT, "unit": unit, "work": [100.0, 1000.0], "rows": rows}
+        others = {
+            what: value * scale * (queue if what == events.GUEST_SWITCHES else 1.0)
+            for what, value in EVENTS.items()
+        }
+        record = {
+            "format": FORMAT,
+            "unit": unit,
+            "work": [100.0, 1000.0],
+            "rows": rows,
+            "others": others,
+        }
         return replace(
             found,
             metrics=(
                 *found.metrics,
                 *(Metric(name, value, "instruction") for name, value in metrics.items()),
+                Metric("exits", others[events.EXITS], "event"),
+                Metric("switches_guest", others[events.GUEST_SWITCHES], "event"),
+                Metric("switches_host", others[events.HOST_SWITCHES], "event"),
             ),
             raw={**found.raw, "instructions.json": json.dumps(record).encode()},
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -27,7 +29,8 @@ SYMBOLS = f"""\
 {KERNEL + 0x100:016x} T virtqueue_add
 {KERNEL + 0x200:016x} T native_queued_spin_lock_slowpath
 {KERNEL + 0x400:016x} T vhost_worker
-{KERNEL + 0x500:016x} D the_end
+{KERNEL + 0x500:016x} T update_process_times
+{KERNEL + 0x600:016x} D the_end
 """
 #: A tracepoint's format as 6.12 prints it, most reasons left out.
 FORM = """\
@@ -38,6 +41,8 @@ __print_symbolic(REC->exit_reason, { 0x040 + 1, "DB excp" }, { 0x078, "hlt" }, {
 { -1, "invalid_guest_state" }), (REC->isa == 1) ? __print_flags(REC->exit_reason & ~0xffff, " ", \
 { 0x80000000, "FAILED_VMENTRY" }) : ""
 """
+#: The timed run; then of busy programs, of counted and of traced runs two each.
+RUNS = 1 + 3 * len(SIZES_S)
 #: Threads of the lab's guest, and one of another guest.
 VCPUS = (100, 101)
 STRANGER = 4711
@@ -49,6 +54,7 @@ class Machines:
     def __init__(self, start_up: int = 1_000_000) -> None:
         self.start_up = start_up
         self.done = 0.0
+        self.passed = 0.0
         self.runs = 0
 
     def read(self) -> Reading:
@@ -60,6 +66,7 @@ class Machines:
                     ("guest", KERNEL + 0x10, (0, 0, 977 * runs**3, 0)),
                     ("guest", KERNEL + 0x110, (0, 0, 300 * units, 0)),
                     ("host", KERNEL + 0x210, (12_345 * runs**2, 0, 0, 0)),
+                    ("host", KERNEL + 0x510, (0, 0, 0, int(90_000 * self.passed))),
                     ("host", KERNEL + 0x410, (0, 40 * units, 0, 0)),
                 ],
                 user=(
@@ -90,8 +97,17 @@ class Machines:
     def guest_stat(self, _: str) -> Answer:
         return (f"ctxt {7 * int(self.done) + 20 * self.runs}\n", "", 0)
 
+    def busy(self, command: str) -> Answer:
+        """Programs that only spin: time passes, and kernels with it."""
+        found = re.search(r"timeout (\S+) taskset", command)
+        assert found is not None
+        self.runs += 1
+        self.passed += float(found[1])
+        return ("", "", 0)
+
     def run(self, seconds: float, rate: float = 1000.0) -> Outcome:
         self.runs += 1
+        self.passed += seconds
         self.done += rate * seconds
         return Outcome((Metric("round_trips", rate, "1/s"),), window_s=seconds)
 
@@ -106,6 +122,8 @@ def lab_of(machines: Machines, **options: Any) -> FakeLab:
     for machine in (found.host, found.guest):
         machine.answers["kallsyms"] = (SYMBOLS, "", 0)
     found.host.answers["halt_poll_ns"] = ("200000\n", "", 0)
+    found.guest.answers["awk"] = machines.busy
+    found.host.answers["awk"] = ("", "", 0)
     found.host.answers["mkdir .*vringlab-exits"] = (FORM, "", 0)
     found.host.answers["rmdir .*vringlab-exits"] = ("", "", 0)
     found.host.answers["proc/stat"] = machines.host_stat
@@ -138,9 +156,10 @@ def test_the_cost_of_one_is_a_slope_without_start_up_and_waiting(machines: Machi
     outcome = counted(machines)
     found = figures(outcome)
     assert found["round_trips"] == 1000
-    assert found["instructions_guest"] == pytest.approx(800)
+    # Without the tools' own 500, and without what a second takes.
+    assert found["instructions_guest"] == pytest.approx(300)
     assert found["instructions_host"] == pytest.approx(51)
-    assert found["instructions"] == pytest.approx(851)
+    assert found["instructions"] == pytest.approx(351)
     assert found["instructions_module"] == 0
     kept = profile(outcome)
     assert (kept["unit"], kept["work"]) == ("round trip", [1000, 3000])
@@ -149,6 +168,9 @@ def test_the_cost_of_one_is_a_slope_without_start_up_and_waiting(machines: Machi
     assert rows["virtqueue_add"] == pytest.approx(300)
     assert rows["vhost_worker"] == pytest.approx(40)
     assert {row[1] for row in kept["rows"] if row[3] == "do_idle"} == {"idle"}
+    assert [row for row in kept["rows"] if row[1] == "tools" and row[0] == "guest"] == [
+        ["guest", "tools", None, None, pytest.approx(500)]
+    ]
     assert outcome.context["instructions"] == {
         "for one": "round trip",
         "method": "slope of two runs",
@@ -156,7 +178,7 @@ def test_the_cost_of_one_is_a_slope_without_start_up_and_waiting(machines: Machi
     }
     # The timed run comes first, and is what the sample's other figures are of.
     assert outcome.window_s == 10
-    assert machines.runs == 1 + 2 * len(SIZES_S)
+    assert machines.runs == RUNS
 
 
 def test_the_host_does_not_poll_for_halted_guests_meanwhile(machines: Machines) -> None:
@@ -249,13 +271,13 @@ def test_invalid_runs_are_not_counted(machines: Machines, which: float) -> None:
     assert outcome.valid == (which != 10)
     told = cast(Mapping[str, str], outcome.context["instructions"])
     assert "invalid" in told["not available"]
-    assert machines.runs == (1 if which == 10 else 1 + 2 * len(SIZES_S))
+    assert machines.runs == (1 if which == 10 else RUNS)
 
 
 def test_small_functions_are_kept_as_one(
     machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(instructions, "_LEAST", 0.1)
+    monkeypatch.setattr(instructions, "_LEAST", 0.2)
     rows = profile(counted(machines))["rows"]
     assert [row for row in rows if row[3] == "vhost_worker"] == []
     (rest,) = [row for row in rows if row[0] == "host" and row[1] == "kernel"]
@@ -287,6 +309,22 @@ def test_runs_that_are_no_two_sizes_leave_the_time_alone(
     assert outcome.valid
     told = cast(Mapping[str, str], outcome.context["instructions"])
     assert "amount of work" in told["not available"]
+
+
+def test_what_passing_time_costs_is_measured_once_and_taken_off(machines: Machines) -> None:
+    lab = lab_of(machines)
+    counting, _ = counting_of(lab.lab)
+    assert counting is not None
+    slow = functools.partial(machines.run, rate=100.0)
+    fast, tenth = counting.add(machines.run(10), machines.run), counting.add(slow(10), slow)
+    # At a tenth of the rate ten times as much time passes for one; it is no cost of it.
+    assert figures(fast)["instructions_host"] == pytest.approx(51)
+    assert figures(tenth)["instructions_host"] == pytest.approx(51)
+    commands = [line for line in lab.host.log if "awk" in line and not line.startswith("wait")]
+    assert len(commands) == 2 * len(SIZES_S)
+    # Both of the guest's processors; of the host's those of the tools and of the vhost worker.
+    assert sum("embedded: for cpu in 0 1; do timeout 1 taskset" in line for line in commands) == 1
+    assert sum("guest: for cpu in 0 1; do timeout 3 taskset" in line for line in commands) == 1
 
 
 def test_symbols_are_read_once_for_a_guest(machines: Machines) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import difflib
 import os
+import socket
 import subprocess
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,10 +21,13 @@ from vringlab.kernels.buildroot import ensure_buildroot
 from vringlab.kernels.module import BuiltModule, build_module
 from vringlab.kernels.patches import Arm, parse_patch
 from vringlab.kernels.source import ModuleSource
-from vringlab.lab import accel, counter, embedded, guest
-from vringlab.lab.counter import Counter, Profile, Reading
+from vringlab.lab import accel, attribution, counter, embedded, events, functions, guest
+from vringlab.lab.attribution import Profile
+from vringlab.lab.counter import Counter, Reading
 from vringlab.lab.lab import Lab
+from vringlab.lab.qmp import Monitor
 from vringlab.lab.swap import swap, swap_host
+from vringlab.transport import local
 from vringlab.transport.ssh import Machine
 
 # A cold cache fetches some 300 MB first.
@@ -87,6 +93,28 @@ _start:	imul $25000000, (%rsp), %rcx
 """
 LOOP_INSTRUCTIONS = 2 * 25_000_000
 
+#: An exit each: SVM and VMX intercept it always.
+CPUIDS = 5000
+CPUID = f"""\
+	.globl _start
+_start:	mov ${CPUIDS}, %r12
+1:	xor %eax, %eax
+	cpuid
+	dec %r12
+	jnz 1b
+	mov $60, %eax
+	xor %edi, %edi
+	syscall
+"""
+
+
+def assembled(folder: Path, text: str) -> Path:
+    (folder / "program.S").write_text(text)
+    program = folder / "program"
+    command = ["gcc", "-nostdlib", "-static", "-o", str(program), str(folder / "program.S")]
+    subprocess.run(command, check=True, timeout=60)
+    return program
+
 
 @pytest.fixture(scope="module")
 def lab(image: Image) -> Iterator[Lab]:
@@ -135,19 +163,19 @@ def test_a_longer_transmit_path_is_found_in_its_function(
     machine = lab.guest.machine
     send = f"> /sys/module/{TOY.name}/parameters/send"
     kernels = [
-        counter.kernel_code(lab.host.machine, "host"),
-        counter.kernel_code(machine, "guest"),
+        functions.kernel_code(lab.host.machine, "host"),
+        functions.kernel_code(machine, "guest"),
     ]
     slopes: dict[str, list[float]] = {"short": [], "long": []}
     inside: dict[str, float] = {}
     for name in ("short", "long", "long", "short"):
         swap(lab.guest, arms[name])
-        code = counter.module_code(machine, "guest", arms[name])
+        code = functions.module_code(machine, "guest", arms[name])
         assert code.notes == ()
         profiles: list[Profile] = []
         for times in CALLS:
             delta = counted(counting, machine, f"echo {times} {send}")
-            profiles.append(counter.attribute(delta, [*kernels, code]))
+            profiles.append(attribution.attribute(delta, [*kernels, code]))
             assert profiles[-1].total() == sum(delta.total())
             assert profiles[-1].notes == ()
         few, many = profiles
@@ -175,26 +203,22 @@ def test_one_module_on_both_sides_is_two(
     swap_host(lab.host, None, arms["short"])
     machines: dict[counter.Side, Machine] = {"host": lab.host.machine, "guest": lab.guest.machine}
     codes = [
-        counter.module_code(machine, side, arms["short"]) for side, machine in machines.items()
+        functions.module_code(machine, side, arms["short"]) for side, machine in machines.items()
     ]
     for side, machine in machines.items():
         delta = counted(counting, machine, f"echo 1000 > /sys/module/{TOY.name}/parameters/send")
-        profile = counter.attribute(delta, codes)
+        profile = attribution.attribute(delta, codes)
         inside = {name: profile.total(side=name, function="toy_transmit") for name in machines}
         assert inside.pop(side) == pytest.approx(1000 * 2 * SHORT, rel=0.01)
         assert [*inside.values()] == [0]
     with pytest.raises(InfrastructureError, match="is not loaded"):
-        counter.module_code(machines["host"], "host", replace(arms["short"], module="other_toy"))
+        functions.module_code(machines["host"], "host", replace(arms["short"], module="other_toy"))
 
 
 def test_a_loop_in_user_space_is_counted_where_it_ran(
     lab: Lab, counting: Counter, tmp_path: Path
 ) -> None:
-    (tmp_path / "loop.S").write_text(LOOP)
-    loop = tmp_path / "loop"
-    subprocess.run(
-        ["gcc", "-nostdlib", "-static", "-o", loop, tmp_path / "loop.S"], check=True, timeout=60
-    )
+    loop = assembled(tmp_path, LOOP)
     machines: dict[counter.Side, Machine] = {"host": lab.host.machine, "guest": lab.guest.machine}
     for machine in machines.values():
         machine.put(loop, "/tmp/loop")
@@ -210,6 +234,54 @@ def test_a_loop_in_user_space_is_counted_where_it_ran(
         # It ran on one processor, and that is known: the guest's are pinned, one to one.
         ran_on = 1 if side == "host" else lab.guest.layout.vcpus[1]
         assert user[here, ran_on] == pytest.approx(2 * LOOP_INSTRUCTIONS, rel=0.01)
+
+
+def test_exits_are_counted_by_reason(lab: Lab, tmp_path: Path) -> None:
+    host, guest = lab.host.machine, lab.guest.machine
+    guest.put(assembled(tmp_path, CPUID), "/tmp/cpuid")
+    guest.run("chmod +x /tmp/cpuid; /tmp/cpuid")
+    instances = "/sys/kernel/tracing/instances"
+    # What a run that was killed left is no hindrance.
+    host.run(f"mkdir {instances}/vringlab-exits-{lab.guest.cid}")
+    with events.counting_events(lab.host, lab.guest) as counting:
+        before = counting.read()
+        guest.run("/tmp/cpuid")
+        found = counting.read() - before
+    assert found.notes == ()
+    print(found.counts)
+    # Starting a program takes some, too.
+    assert CPUIDS <= found.counts["exits: cpuid"] < 1.2 * CPUIDS
+    reasons = [count for name, count in found.counts.items() if name.startswith("exits: ")]
+    assert sum(reasons) == found.counts["exits"]
+    assert found.counts[events.GUEST_SWITCHES] > 0
+    assert found.counts[events.HOST_SWITCHES] > 0
+    assert host.run(["ls", instances]).stdout == ""
+
+
+def test_readings_go_on_while_processors_are_reset(image: Image, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        ends = [stack.enter_context(end) for _ in range(2) for end in socket.socketpair()]
+        qmp, qmp_there, ours, ours_there = ends
+        argv = embedded.qemu_argv(
+            image, TCG, 0, tmp_path / "console", qmp_there.fileno(), None, ours_there.fileno()
+        )
+        # With it a machine ends instead of being reset.
+        argv.remove("-no-reboot")
+        passed = [qmp_there.fileno(), ours_there.fileno()]
+        stack.enter_context(local.companion(argv, log=tmp_path / "log", pass_fds=passed))
+        monitor = stack.enter_context(Monitor(qmp, name="embedded"))
+        vcpus = len(monitor.vcpu_threads())
+        counting = stack.enter_context(Counter(ours, vcpus))
+        last = counting.read()
+        for _ in range(5):
+            monitor.execute("system_reset")
+            for _ in range(10):
+                now = counting.read()
+                # A counter that fell is an error of this difference.
+                assert (now - last).vcpus == vcpus
+                last = now
+            time.sleep(0.2)
+            assert sum((counting.read() - last).total()) > 0
 
 
 def test_a_plugin_that_does_not_load_leaves_a_host_without_a_counter(

@@ -13,8 +13,9 @@ from tests.pure.test_patches import elf_file
 
 from vringlab.errors import InfrastructureError, TransientError
 from vringlab.kernels.elf import ModuleFile
-from vringlab.lab import counter
-from vringlab.lab.counter import Code, Function, Reading
+from vringlab.lab import attribution, counter, functions
+from vringlab.lab.counter import Reading
+from vringlab.lab.functions import Code, Function
 
 KERNEL = 0xFFFFFFFF81000000
 MODULE = 0xFFFFFFFFC0400000
@@ -110,7 +111,7 @@ KALLSYMS = f"""\
 
 
 def test_functions_go_on_to_the_next_symbol() -> None:
-    assert counter.parse_symbols(KALLSYMS) == (
+    assert functions.parse_symbols(KALLSYMS) == (
         Function(KERNEL, KERNEL + 0x10, "startup"),
         Function(KERNEL + 0x10, KERNEL + 0x40, "send"),
         Function(KERNEL + 0x40, KERNEL + 0x60, "default_idle"),
@@ -119,7 +120,7 @@ def test_functions_go_on_to_the_next_symbol() -> None:
         Function(MODULE, MODULE + 0x100, "old_function", "old"),
         Function(MODULE + 0x100, MODULE + 0x200, "another", "kvm"),
     )
-    assert counter.parse_symbols("") == ()
+    assert functions.parse_symbols("") == ()
 
 
 def symbol(name: int, section: int, offset: int, size: int, kind: int = 2) -> bytes:
@@ -149,7 +150,7 @@ SECTIONS = {".text": MODULE, ".text.unlikely": MODULE + 0x1000, ".init.text": MO
 
 def toy(side: counter.Side = "guest") -> Code:
     elf = ModuleFile.parse(TOY, "toy.ko")
-    return Code(side, tuple(counter.located(elf, "toy", SECTIONS)), tested=True)
+    return Code(side, tuple(functions.located(elf, "toy", SECTIONS)), tested=True)
 
 
 def test_a_modules_functions_are_where_its_sections_are() -> None:
@@ -165,23 +166,23 @@ def test_a_modules_functions_are_where_its_sections_are() -> None:
 
 def test_a_module_without_symbols_is_still_its_own() -> None:
     elf = ModuleFile.parse(elf_file({".text": (6, bytes(0x60))}), "toy.ko")
-    assert counter.located(elf, "toy", SECTIONS) == [Function(MODULE, MODULE + 0x60, None, "toy")]
+    assert functions.located(elf, "toy", SECTIONS) == [Function(MODULE, MODULE + 0x60, None, "toy")]
 
 
 def test_section_addresses_are_read() -> None:
     said = ".text:0xffffffffc0400000\n.text.unlikely:0xffffffffc0401000\ngrep: x: no such file\n"
-    assert counter.section_addresses(said) == {".text": MODULE, ".text.unlikely": MODULE + 0x1000}
-    assert counter.section_addresses("") == {}
+    assert functions.section_addresses(said) == {".text": MODULE, ".text.unlikely": MODULE + 0x1000}
+    assert functions.section_addresses("") == {}
 
 
-def rows(profile: counter.Profile) -> dict[tuple[str, str, str | None, str | None], int]:
+def rows(profile: attribution.Profile) -> dict[tuple[str, str, str | None, str | None], int]:
     return {
         (row.side, row.area, row.module, row.function): row.instructions() for row in profile.rows
     }
 
 
 def test_each_instruction_has_one_owner() -> None:
-    kernels = [Code(side, counter.parse_symbols(KALLSYMS)) for side in counter.SIDES]
+    kernels = [Code(side, functions.parse_symbols(KALLSYMS)) for side in counter.SIDES]
     found = reading(
         blocks=[
             *BLOCKS,
@@ -192,7 +193,7 @@ def test_each_instruction_has_one_owner() -> None:
         ],
         beyond=((0, 0), (0, 4)),
     )
-    profile = counter.attribute(found, [*kernels, toy()])
+    profile = attribution.attribute(found, [*kernels, toy()])
     assert rows(profile) == {
         ("guest", "module", "toy", "transmit"): 303,
         ("guest", "user", None, None): 70,
@@ -216,7 +217,7 @@ def test_each_instruction_has_one_owner() -> None:
 
 
 def test_what_cannot_be_told_apart_is_said() -> None:
-    profile = counter.attribute(reading(), [replace(toy(), notes=("toy has no symbols",))])
+    profile = attribution.attribute(reading(), [replace(toy(), notes=("toy has no symbols",))])
     assert rows(profile)["guest", "kernel", None, None] == 7
     assert rows(profile)["host", "kernel", None, None] == 8
     assert profile.notes == (
@@ -229,8 +230,8 @@ def test_what_cannot_be_told_apart_is_said() -> None:
 
 def test_profiles_of_two_sizes_have_a_difference() -> None:
     codes = [toy()]
-    few = counter.attribute(reading(blocks=[BLOCKS[0], BLOCKS[2]]), codes)
-    many = counter.attribute(
+    few = attribution.attribute(reading(blocks=[BLOCKS[0], BLOCKS[2]]), codes)
+    many = attribution.attribute(
         reading(blocks=[("guest", MODULE + 0x20, (150, 260)), BLOCKS[1]]), codes
     )
     found = many - few
@@ -247,7 +248,7 @@ def test_profiles_of_two_sizes_have_a_difference() -> None:
 
 
 def test_nothing_counted_is_nothing() -> None:
-    profile = counter.attribute(counter.parse(answer()), [])
+    profile = attribution.attribute(counter.parse(answer()), [])
     assert profile.rows == ()
     assert profile.total() == 0
     assert np.array_equal(counter.parse(answer()).total(), (0, 0))

@@ -23,7 +23,13 @@ from vringlab.analysis.frames import RunFrames, load_run
 from vringlab.analysis.power import POWER, design_half_width, design_power
 from vringlab.analysis.stats import effect
 from vringlab.campaign import tables
-from vringlab.report import function_view, instruction_figures, opinions, pairs_view
+from vringlab.report import (
+    events_view,
+    function_view,
+    instruction_figures,
+    opinions,
+    pairs_view,
+)
 from vringlab.report.canvas import RunFigure, Width, style
 from vringlab.report.figures import drawn_metrics, figures_for
 from vringlab.report.html import command_again, render
@@ -204,8 +210,8 @@ def test_times_and_instructions_of_all_arms_are_adjusted_together(
 
     monkeypatch.setattr(opinions, "judge", spy)
     found = opinions.opinions(net)
-    # Time and instructions of two arms at two points; the A/A pair is no claim.
-    assert asked == [8]
+    # Time and instructions of two arms at two points; the A/A pair is no claim. Then both sides.
+    assert asked == [8, 8]
     assert len(found) == 6
 
 
@@ -219,17 +225,29 @@ def test_equal_arms_that_differ_are_told(vsock: RunFrames) -> None:
     assert "instructions apart beyond chance" in found.sentence
 
 
-def test_work_that_moves_from_one_side_to_the_other_is_told(vsock: RunFrames) -> None:
+@pytest.mark.parametrize("back", [False, True])
+def test_work_that_moves_from_one_side_to_the_other_is_told(tmp_path: Path, back: bool) -> None:
+    fewer, more = ("host", "guest") if back else ("guest", "host")
+
     def moved(samples: pd.DataFrame) -> pd.DataFrame:
         value = samples["value"]
-        for metric, factor in (("instructions_guest", 0.6), ("instructions_host", 1.4)):
-            mine = (samples["arm"] == "direct") & (samples["metric"] == metric)
+        for side, factor in ((fewer, 0.6), (more, 1.4)):
+            mine = (samples["arm"] == "direct") & (samples["metric"] == f"instructions_{side}")
             value = value.where(~mine, factor * value)
         return samples.assign(value=value)
 
-    words = "fewer in the guest and more in the host, each beyond the noise floor"
-    assert words in of_arm(with_samples(vsock, moved), "direct").sentence
-    assert words not in of_arm(vsock, "direct").sentence
+    word = f"work moves from {fewer} to {more}"
+    # In the sum nothing is seen, and nothing in the time.
+    plain = counted(tmp_path, VSOCK)
+    found = of_arm(with_samples(plain, moved), "direct")
+    assert found.word == word
+    assert "neither their sum nor the time" in found.because
+    assert "work moves" not in of_arm(plain, "direct").sentence
+    # Beside another word it is told, too.
+    faster = counted(tmp_path, VSOCK, effects={"direct": 0.5})
+    found = of_arm(with_samples(faster, moved), "direct")
+    assert found.word == "faster with as many instructions: less waiting"
+    assert found.because.endswith(word)
 
 
 def test_a_path_that_never_ran_says_nothing(net: RunFrames) -> None:
@@ -330,7 +348,7 @@ def counted_figures(run: RunFrames, width: Width = "wide") -> dict[str, RunFigur
 @pytest.mark.parametrize("name", [VSOCK, NET])
 def test_no_text_is_cut_or_covered(runs: dict[str, RunFrames], name: str, width: Width) -> None:
     figures = counted_figures(runs[name], width)
-    assert set(figures) == {"opinions", "instructions", "functions", "pairs"}
+    assert set(figures) == {"opinions", "instructions", "functions", "events", "pairs"}
     for figure in figures.values():
         check_text(figure)
 
@@ -409,6 +427,51 @@ def test_a_table_of_functions_ends_with_the_others_and_all(net: RunFrames) -> No
     )
     numbers = found["change"].str.replace(",", "").astype(float)
     assert numbers.iloc[:4].sum() == pytest.approx(numbers.iloc[4], abs=5)
+
+
+def test_events_are_drawn_and_tabled_as_they_were_counted(vsock: RunFrames) -> None:
+    item = opinions.chosen(vsock, PINGPONG)
+    assert item is not None
+    assert item.arm == "direct"
+    here = instructions.at(instructions.events(vsock), PINGPONG, item.params)
+    found = events_view.event_table(here, "direct", "queued", 0.95)
+    # Exits, their reasons from the most frequent on, then switches.
+    assert list(found["what"]) == [
+        *("exits", "exits: npf", "exits: interrupt", "exits: hlt", "exits: cpuid"),
+        *("context switches of the guest", "context switches of the host"),
+    ]
+    switches = found.set_index("what").loc["context switches of the guest"]
+    assert switches["arm"] / switches["reference"] == pytest.approx(0.4, rel=0.05)
+    assert switches["low"] < switches["change"] < switches["high"] < 0
+    with style():
+        figure = instruction_figures.other_events(opinions.summary_of(vsock), PINGPONG)
+    assert figure is not None
+    drawn = {
+        str(line.get_gid()): np.asarray(line.get_xdata(), dtype=float)
+        for line in figure.findobj(Line2D)
+    }
+    # The reason of one exit in six hundred is in the table only.
+    kept = found[found["what"] != "exits: cpuid"]
+    for column in ("reference", "arm"):
+        assert drawn[f"events:{column}"] == pytest.approx(kept[column].to_numpy(dtype=float))
+    assert "1 of under 1 % of the exits" in figure.caption
+    table = events_view.table_of(vsock, PINGPONG)
+    assert list(table.columns[:3]) == ["for one round trip", "queued", "direct"]
+    assert re.fullmatch(r"-4\.\d\d", table["change"].iloc[5])
+    assert re.search(
+        r"For one round trip: 6\.\d+ exits from the guest \(", "".join(opinions.lines(vsock))
+    )
+
+
+def test_a_run_without_events_has_no_figure_of_them(vsock: RunFrames, tmp_path: Path) -> None:
+    def without(samples: pd.DataFrame) -> pd.DataFrame:
+        return samples[~samples["metric"].isin(opinions.EVENTS)]
+
+    run = replace(with_samples(vsock, without), path=tmp_path)
+    with style():
+        assert instruction_figures.other_events(opinions.summary_of(run), PINGPONG) is None
+    assert events_view.table_of(run, PINGPONG).empty
+    assert "For one round trip" not in "".join(opinions.lines(run))
 
 
 def test_the_rest_is_no_function_and_comes_last(net: RunFrames) -> None:

@@ -8,7 +8,8 @@ Instructions executed to wait (areas `idle` and `spin`) are in the profiles and 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -36,9 +37,39 @@ def profiles(run: RunFrames) -> pd.DataFrame:
     Raises:
         UserError: a file is damaged, or of a format that this version does not know.
     """
-    samples = run.samples[run.samples["valid"].astype(bool)]
-    cells = samples.drop_duplicates("cell_id")[[*_CELL, *run.params]]
-    rows = []
+
+    def rows(record: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+        return [
+            (side, area, module or "", function or "", float(value))
+            for side, area, module, function, value in record["rows"]
+        ]
+
+    return _by_cell(run, rows, [*FUNCTION, "value"])
+
+
+def events(run: RunFrames) -> pd.DataFrame:
+    """What else one unit of work of each valid cell took: exits by reason, context switches.
+
+    Returns:
+        One row per cell and kind: the first columns of `profiles` as far as unit, `what`
+        (`exits`, `exits: hlt`, `context switches of the guest`) and value. Empty when nothing was
+        counted.
+
+    Raises:
+        UserError: as for `profiles`.
+    """
+
+    def rows(record: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+        return [(what, float(value)) for what, value in record["others"].items()]
+
+    return _by_cell(run, rows, ["what", "value"])
+
+
+def _by_cell(
+    run: RunFrames, take: Callable[[Mapping[str, Any]], list[tuple[Any, ...]]], columns: list[str]
+) -> pd.DataFrame:
+    """What was kept of each valid cell whose instructions were counted, with what the cell is."""
+    rows: list[tuple[Any, ...]] = []
     for cell_id, path in tables.instruction_profiles(run.path).items():
         try:
             record = json.loads(path.read_text())
@@ -47,15 +78,14 @@ def profiles(run: RunFrames) -> pd.DataFrame:
                     f"{path} has format {record['format']}; this version reads {FORMAT}",
                     remedy="use the version of vringlab that wrote the run",
                 )
-            rows += [
-                (cell_id, record["unit"], side, area, module or "", function or "", float(value))
-                for side, area, module, function, value in record["rows"]
-            ]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            rows += [(cell_id, record["unit"], *row) for row in take(record)]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{path} is damaged: {error}", remedy="restore it from a copy, or remove it"
             ) from None
-    found = pd.DataFrame(rows, columns=["cell_id", "unit", *FUNCTION, "value"])
+    samples = run.samples[run.samples["valid"].astype(bool)]
+    cells = samples.drop_duplicates("cell_id")[[*_CELL, *run.params]]
+    found = pd.DataFrame(rows, columns=["cell_id", "unit", *columns])
     return cells.merge(found, on="cell_id", how="inner")
 
 
@@ -69,17 +99,17 @@ def difference(
     """Where one arm executes more or less than another, by function.
 
     Args:
-        profile: Rows of one workload at one point, from `profiles`.
+        profile: Rows of one workload at one point, from `profiles` or `events`.
         arm: The arm.
         reference: What it is compared with.
         level: Level of the intervals.
-        by: What is told apart; of `FUNCTION` two or more.
+        by: Columns by which rows are told apart.
 
     Returns:
-        One row per function, the largest difference first: side, area, module, function,
-        `reference` and `arm` (means over boots), `change` (arm less reference), `low` and `high`
-        (Student's t on the boots' mean differences, on the hosts' with several, as for all
-        intervals here; NaN with one). Blocks that lack one of the arms are left out. Empty when
+        One row per function, the largest difference first: the columns `by`, `reference` and
+        `arm` (means over boots), `change` (arm less reference), `low` and `high` (Student's t on
+        the boots' mean differences, on the hosts' with several, as for all intervals here; NaN
+        with one). Blocks that lack one of the arms are left out. Empty when
         none has both.
     """
     mine = profile[profile["arm"].isin([arm, reference])]

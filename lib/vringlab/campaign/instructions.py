@@ -5,8 +5,15 @@ counted around each. The unit's cost is the slope between the two:
 
     (instructions of the long run - of the short run) / (units of the long run - of the short run)
 
-What both took alike (connections, processes, our own commands) cancels. What goes on beside the
-work, such as clock ticks, does not: it takes longer with more of it, and is a part of the cost.
+What both took alike (connections, processes, our own commands) cancels. Left out, as what the work
+does not cause:
+
+- what is executed to wait, in idle loops and spinning;
+- the benchmark tools' own user space, and what polls all the time;
+- what kernels do because time passes (clock ticks, balancing of loads, and the exits that these
+  cause): it is measured for each guest while programs that need no kernel keep its processors and
+  the host's busy, and taken off for as long as the work took longer. Else a unit would cost more
+  on a day when the machine is slow.
 
 The KVM host does not poll for halted guests meanwhile (kvm.halt_poll_ns): it would execute as much
 as it had to wait, which says how busy this machine was.
@@ -19,30 +26,23 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from vringlab.campaign.tables import INSTRUCTIONS
-from vringlab.campaign.work import FORMAT, SIZES_S, WAITING, WORKING, Work, sizes
+from vringlab.campaign.work import FORMAT, SIZES_S, TOOLS, WAITING, WORKING, Work, sizes
 from vringlab.errors import InfrastructureError, TransientError
 from vringlab.kernels.module import BuiltModule
 from vringlab.lab import events, perf
-from vringlab.lab.counter import (
-    Area,
-    Code,
-    Counter,
-    Profile,
-    Row,
-    Side,
-    attribute,
-    kernel_code,
-    module_code,
-)
+from vringlab.lab.attribution import Profile, Row, attribute
+from vringlab.lab.counter import Counter, Side
+from vringlab.lab.functions import Code, kernel_code, module_code
 from vringlab.lab.lab import Lab
 from vringlab.transport.ssh import Machine
 from vringlab.workloads.base import Metric, Outcome
+from vringlab.workloads.vsock_ends import TOOL_MARGIN_S
 
 #: Metrics of what else is counted, and their unit.
 _OTHERS: Mapping[str, tuple[str, str]] = {
@@ -160,6 +160,7 @@ class Counting:
         self._meter = meter
         self.loaded = meter.loaded
         self._noted = False
+        self._each_second: Profile | None = None
 
     def add(self, outcome: Outcome, run: Callable[[float], Outcome]) -> Outcome:
         """Run a workload again, and add what it executes for one unit of work to its figures.
@@ -174,6 +175,7 @@ class Counting:
         if not outcome.valid:
             return _without(outcome, "the sample is invalid")
         with self._halted():
+            passing = self._passing()
             counted = [self._meter.around(functools.partial(run, size)) for size in SIZES_S]
             traced, notes = self._traced(run)
         for made in (*(one.outcome for one in counted), *(one for one, _ in traced)):
@@ -189,8 +191,46 @@ class Counting:
             notes.append("exits and context switches: the two runs did not do different work")
         else:
             others = {**_slopes(again, *(found for _, found in traced)), **others}
-        left_out, more = self._polling(long.profile)
-        return _with(outcome, long.profile - short.profile, done, left_out, others, [*more, *notes])
+        found = long.profile - short.profile
+        longer = long.outcome.window_s - short.outcome.window_s
+        return _with(
+            outcome,
+            found - passing.times(longer),
+            done,
+            self._is_tools,
+            others,
+            [*found.notes, *self._notes(), *notes],
+        )
+
+    def _passing(self) -> Profile:
+        """What kernels execute in a second because it passes, on the processors that work uses.
+
+        Measured once for each guest.
+
+        Raises:
+            TransientError, InfrastructureError: it cannot be counted.
+        """
+        if self._each_second is None:
+            short, long = (
+                self._meter.around(functools.partial(self._busy, size)) for size in SIZES_S
+            )
+            found = (long.profile - short.profile).only("kernel")
+            self._each_second = found.times(1 / (SIZES_S[1] - SIZES_S[0]))
+        return self._each_second
+
+    def _busy(self, seconds: float) -> Outcome:
+        """Keep the processors of guest and host busy without their kernels."""
+        guest, host = self._lab.guest, self._lab.host.machine
+        # testpmd does that by itself.
+        cpus = [guest.layout.tools, *([] if guest.spec.nics else [guest.layout.backend])]
+        limit = seconds + TOOL_MARGIN_S
+        there = guest.machine.start(_spinning(range(guest.spec.vcpus), seconds))
+        try:
+            host.run(_spinning(cpus, seconds), timeout=limit)
+            there.wait(limit)
+        finally:
+            there.close()
+        return Outcome((), window_s=seconds)
 
     def _traced(
         self, run: Callable[[float], Outcome]
@@ -226,20 +266,39 @@ class Counting:
             with suppress(TransientError):
                 machine.run(back)
 
-    def _polling(self, found: Profile) -> tuple[frozenset[tuple[Side, Area, int]], list[str]]:
-        """What is executed to look for work all the time, and cannot be told from work."""
-        notes = [*found.notes]
-        guest = self._lab.guest
-        if not guest.spec.nics:
-            return frozenset(), notes
+    def _is_tools(self, row: Row, vcpu: int) -> bool:
+        """Whether what a row counts on a processor of the host is the benchmark's own programs."""
+        if row.area != "user":
+            return False
+        if row.side == "guest":
+            return True
+        # perf counts all processors that it watches as one.
         if isinstance(self._meter, PerfMeter):
-            notes.append("testpmd polls all the time: its processor is not counted")
-            return frozenset(), notes
-        notes.append(
+            return False
+        layout = self._lab.guest.layout
+        return vcpu == layout.tools or (vcpu == layout.backend and bool(self._lab.guest.spec.nics))
+
+    def _notes(self) -> list[str]:
+        """What cannot be told from work, or is left out with it."""
+        polls = bool(self._lab.guest.spec.nics)
+        if isinstance(self._meter, PerfMeter):
+            notes = ["the benchmark's own programs are in the host's user space"]
+            if polls:
+                notes.append("testpmd polls all the time: its processor is not counted")
+            return notes
+        if not polls:
+            return []
+        return [
             "testpmd polls all the time: user space of the host is left out on its processor, and "
             "with it what testpmd did for the packets"
-        )
-        return frozenset({("host", "user", guest.layout.backend)}), notes
+        ]
+
+
+def _spinning(cpus: Iterable[int], seconds: float) -> str:
+    """A command that keeps processors busy in user space."""
+    names = " ".join(map(str, cpus))
+    program = f"timeout {seconds:g} taskset -c $cpu awk 'BEGIN {{ while (1); }}'"
+    return f"for cpu in {names}; do {program} & done; wait"
 
 
 def _without(outcome: Outcome, why: str) -> Outcome:
@@ -262,38 +321,28 @@ def _with(
     outcome: Outcome,
     found: Profile,
     done: tuple[Work, Work],
-    left_out: frozenset[tuple[Side, Area, int]],
+    is_tools: Callable[[Row, int], bool],
     others: Mapping[str, float],
     notes: list[str],
 ) -> Outcome:
     less, more = done
-    units = more.count - less.count
+    costs = _costs(found, more.count - less.count, is_tools)
 
-    def kept(row: Row) -> float:
-        return (
-            sum(
-                count
-                for vcpu, count in enumerate(row.vcpus)
-                if (row.side, row.area, vcpu) not in left_out
-            )
-            / units
-        )
-
-    def total(sides: tuple[Side, ...], areas: tuple[Area, ...]) -> float:
-        return sum(kept(row) for row in found.rows if row.side in sides and row.area in areas)
+    def total(sides: tuple[Side, ...], areas: tuple[str, ...]) -> float:
+        return sum(cost.value for cost in costs if cost.side in sides and cost.area in areas)
 
     metrics = {
         "instructions": total(("host", "guest"), WORKING),
         "instructions_guest": total(("guest",), WORKING),
         "instructions_host": total(("host",), WORKING),
     }
-    if any(row.function is not None for row in found.rows):
+    if any(cost.function is not None for cost in costs):
         metrics["instructions_module"] = total(("host", "guest"), ("module",))
     record = {
         "format": FORMAT,
         "unit": more.unit,
         "work": [less.count, more.count],
-        "rows": _rows(found, kept, metrics["instructions"]),
+        "rows": _rows(costs, metrics["instructions"]),
         "others": dict(others),
         "waiting": total(("host", "guest"), WAITING),
         "notes": notes,
@@ -317,17 +366,37 @@ def _with(
     )
 
 
-def _rows(found: Profile, kept: Callable[[Row], float], total: float) -> list[list[Any]]:
+@dataclass(frozen=True)
+class _Cost:
+    """Instructions of a row for one unit of work; the tools' own are a kind of their own."""
+
+    side: Side
+    area: str
+    module: str | None
+    function: str | None
+    value: float
+
+
+def _costs(found: Profile, units: float, is_tools: Callable[[Row, int], bool]) -> list[_Cost]:
+    costs = []
+    for row in found.rows:
+        tools = sum(count for vcpu, count in enumerate(row.vcpus) if is_tools(row, vcpu))
+        for area, count in ((row.area, row.instructions() - tools), (TOOLS, tools)):
+            if count:
+                costs.append(_Cost(row.side, area, row.module, row.function, count / units))
+    return costs
+
+
+def _rows(costs: Iterable[_Cost], total: float) -> list[list[Any]]:
     """Side, area, module, function and instructions for one unit; the small ones as one."""
     rows: list[list[Any]] = []
-    rest: dict[tuple[Side, Area], float] = {}
-    for row in found.rows:
-        value = kept(row)
-        if abs(value) >= _LEAST * abs(total) or row.area == "module":
-            rows.append([row.side, row.area, row.module, row.function, value])
+    rest: dict[tuple[Side, str], float] = {}
+    for cost in costs:
+        if abs(cost.value) >= _LEAST * abs(total) or cost.area == "module":
+            rows.append([cost.side, cost.area, cost.module, cost.function, cost.value])
         else:
-            key = (row.side, row.area)
-            rest[key] = rest.get(key, 0.0) + value
+            key = (cost.side, cost.area)
+            rest[key] = rest.get(key, 0.0) + cost.value
     return rows + [[side, area, None, "(the rest)", value] for (side, area), value in rest.items()]
 
 

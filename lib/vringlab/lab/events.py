@@ -12,16 +12,21 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from vringlab.errors import InfrastructureError, TransientError
-from vringlab.lab.embedded import HostMachine
-from vringlab.lab.guest import Guest
-from vringlab.transport.ssh import Machine
+
+if TYPE_CHECKING:
+    from vringlab.lab.embedded import HostMachine
+    from vringlab.lab.guest import Guest
+    from vringlab.transport.ssh import Machine
 
 #: What is counted, as it is called in samples.
 EXITS = "exits"
 HOST_SWITCHES = "context switches of the host"
 GUEST_SWITCHES = "context switches of the guest"
+#: Before the name of a reason.
+BY_REASON = "exits: "
 
 _TRACEFS = "/sys/kernel/tracing"
 _EVENT = "events/kvm/kvm_exit"
@@ -192,7 +197,7 @@ def exits_of(
         if isa == _VMX:
             code &= _VMX_REASON
         name = names.get((isa, code), f"reason {code:#x}")
-        found[f"{EXITS}: {name}"] += int(item["count"])
+        found[f"{BY_REASON}{name}"] += int(item["count"])
         found[EXITS] += int(item["count"])
     return found
 

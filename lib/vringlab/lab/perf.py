@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from vringlab.errors import InfrastructureError
-from vringlab.lab.counter import Area, Profile, Row, Side
+from vringlab.lab.attribution import Area, Profile, Row
+from vringlab.lab.counter import Side
 from vringlab.lab.events import HOST_SWITCHES
 from vringlab.transport.ssh import Machine
 

@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from vringlab.analysis import instructions
 from vringlab.analysis.frames import RunFrames
 from vringlab.campaign.experiment import Value
-from vringlab.campaign.work import WAITING
+from vringlab.campaign.work import TOOLS, WAITING, WORKING
 from vringlab.report.canvas import (
     INK,
     MUTED,
@@ -67,11 +67,11 @@ def name_of(side: str, area: str, module: str, function: str) -> str:
 
 
 def working(table: pd.DataFrame) -> pd.DataFrame:
-    """Rows of a difference without those executed to wait, which are no cost of the work.
+    """Rows of a difference that are a cost of the work: not what waits, nor the tools' own.
 
     What stands together as the rest is no function, and comes last.
     """
-    kept = table[~table["area"].isin(WAITING)]
+    kept = table[table["area"].isin(WORKING)]
     if "function" in kept:
         kept = kept.sort_values("function", key=lambda names: names == REST, kind="stable")
     return kept.reset_index(drop=True)
@@ -124,7 +124,7 @@ def _interval(low: float, high: float) -> str:
 def area_table(
     profile: pd.DataFrame, arm: str, reference: str, level: float = 0.95
 ) -> pd.DataFrame:
-    """Both arms by side and kind of code, for reading, with those executed to wait."""
+    """Both arms by side and kind of code, for reading, with what is left out and why."""
     table = instructions.difference(profile, arm, reference, level, by=("side", "area"))
     table = table.sort_values(["side", "area"], ignore_index=True)
     rows = [
@@ -132,12 +132,18 @@ def area_table(
             *(row[name] for name in ("side", "area")),
             *_numbers(row["reference"], row["arm"], row["change"]),
             _interval(row["low"], row["high"]),
-            "left out: waiting" if row["area"] in WAITING else "",
+            _why_left_out(row["area"]),
         )
         for _, row in table.iterrows()
     ]
     columns = ["side", "code", reference, arm, "change", f"{100 * level:g} % interval", ""]
     return pd.DataFrame(rows, columns=columns)
+
+
+def _why_left_out(area: str) -> str:
+    if area in WAITING:
+        return "left out: waiting"
+    return "left out: the benchmark's own programs" if area == TOOLS else ""
 
 
 def table_of(run: RunFrames, workload: str | None = None, most: int = 15) -> pd.DataFrame:

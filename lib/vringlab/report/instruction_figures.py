@@ -1,4 +1,4 @@
-"""Instructions beside the time: both opinions, every sample, and where they went by function."""
+"""Instructions beside the time: both opinions, every sample, where they went; and other events."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import accumulate
 import numpy as np
 from matplotlib.axes import Axes
 
-from vringlab.analysis.instructions import profiles
+from vringlab.analysis.instructions import events, profiles
 from vringlab.analysis.pairing import point_text
 from vringlab.errors import UserError
 from vringlab.report.canvas import (
@@ -34,10 +34,19 @@ from vringlab.report.canvas import (
     wrapped,
 )
 from vringlab.report.change_axis import set_change_axis
+from vringlab.report.events_view import events_figure
 from vringlab.report.family import Family
 from vringlab.report.forest import axis_limits, draw_row, effect_text, legend, metric_title
 from vringlab.report.function_view import functions_figure
-from vringlab.report.opinions import INSTRUCTIONS, SIDES, Opinion, chosen, opinions
+from vringlab.report.opinions import (
+    CYCLES,
+    EVENTS,
+    INSTRUCTIONS,
+    SIDES,
+    Opinion,
+    chosen,
+    opinions,
+)
 from vringlab.report.panels import Column, arm_panels
 from vringlab.report.summary import ArmRow, Summary
 
@@ -250,8 +259,23 @@ def functions(
     )
 
 
+def other_events(
+    summary: Summary, workload: str, width: Width = "wide", notes: bool = True
+) -> RunFigure | None:
+    """Exits and context switches, as for `functions`; None without any.
+
+    Raises:
+        UserError: as for `analysis.instructions.profiles`.
+    """
+    item = chosen(summary.run, workload, summary.level)
+    found = events(summary.run) if item is not None else None
+    if item is None or found is None or found.empty:
+        return None
+    return events_figure(summary, found, item.arm, workload, item.params, width=width, notes=notes)
+
+
 def draw(summary: Summary, workload: str, width: Width, notes: bool) -> dict[str, RunFigure]:
-    """Both opinions, the samples of each count, and the largest differences by function."""
+    """Both opinions, the samples of each count, the largest differences by function, and events."""
     remark = "Instructions for one unit of work, those executed to wait left out."
     title = "instructions of each sample"
     figures = {
@@ -261,13 +285,15 @@ def draw(summary: Summary, workload: str, width: Width, notes: bool) -> dict[str
     # What is damaged is told where it is asked for; a report goes on.
     with suppress(UserError):
         figures["functions"] = functions(summary, workload, width, notes)
+        figures["events"] = other_events(summary, workload, width, notes)
     return {name: figure for name, figure in figures.items() if figure is not None}
 
 
 FAMILY = Family(
     name="instructions",
-    metrics=tuple(column.metric for column in _COLUMNS),
+    metrics=(*(column.metric for column in _COLUMNS), *EVENTS),
     headline=(INSTRUCTIONS, *SIDES.values()),
     draw=draw,
+    covers=CYCLES,
     order=8,
 )

@@ -17,7 +17,7 @@ from vringlab.campaign.progress import clock
 from vringlab.errors import UserError
 from vringlab.report import canvas, opinions
 from vringlab.report.figures import figures_for, save_figures
-from vringlab.report.instruction_figures import functions, opinions_figure
+from vringlab.report.instruction_figures import functions, opinions_figure, other_events
 from vringlab.report.summary import Summary, reason_kinds
 from vringlab.report.tables import arm_table
 from vringlab.settings import settings
@@ -69,7 +69,20 @@ def show_functions(run: RunFrames) -> None:
     _show_counted(run, functions)
 
 
-def _show_counted(run: RunFrames, draw: Callable[[Summary, str], canvas.RunFigure | None]) -> None:
+def show_events(run: RunFrames) -> None:
+    """Show exits and context switches for one unit of work, or say why they are not known.
+
+    Raises:
+        UserError: what was kept of them is damaged.
+    """
+    _show_counted(run, other_events, "exits and context switches")
+
+
+def _show_counted(
+    run: RunFrames,
+    draw: Callable[[Summary, str], canvas.RunFigure | None],
+    what: str = "instructions",
+) -> None:
     summary = opinions.summary_of(run)
     made = [draw(summary, workload) for workload in summary.workloads]
     figures = [figure for figure in made if figure is not None]
@@ -77,7 +90,7 @@ def _show_counted(run: RunFrames, draw: Callable[[Summary, str], canvas.RunFigur
         display(figure)  # type: ignore[no-untyped-call]  # IPython's
     if not figures:
         why = opinions.refusal(run) or "no point has both time and instructions"
-        display(Markdown(f"This run has no instructions to show: {why}."))  # type: ignore[no-untyped-call]  # IPython's
+        display(Markdown(f"This run has no {what} to show: {why}."))  # type: ignore[no-untyped-call]  # IPython's
 
 
 def keep_figures(run: RunFrames, folder: Path | None, **more: Figure) -> None:

@@ -4,7 +4,9 @@ Instructions hardly move with the load of the machine, so they are told apart wh
 not; but they say nothing of waiting. What the two say together says why an arm is faster, or that
 noise hides whether it is. Effects are those of `summarise`; whether one is seen is decided as in
 `trial_view`: beyond no change and the noise floor of the A/A pair, after adjusting for the number
-of figures that are looked at together, which are here the two of each arm and point.
+of figures that are looked at together, which are here the two of each arm and point. The
+instructions of guest and host alone are a family of their own, and asked only whether work moved
+between them.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from vringlab.analysis.stats import Effect
 from vringlab.analysis.units import METRICS
 from vringlab.campaign.experiment import Value
 from vringlab.campaign.work import UNITS
-from vringlab.report.summary import ArmRow, Summary, at, ratio_text, summarise
+from vringlab.report.summary import ArmRow, Summary, amount, at, ratio_text, summarise
 from vringlab.report.trial_view import Finding, judge
 
 #: What a workload's time is, the first of these that it has.
@@ -33,6 +35,14 @@ INSTRUCTIONS = "instructions"
 SIDES: Mapping[str, str] = MappingProxyType(
     {"guest": "instructions_guest", "host": "instructions_host"}
 )
+#: What else a unit of work takes, told beside them and judged by nobody.
+EVENTS = ("exits", "switches_guest", "switches_host")
+CYCLES = ("cycles_guest", "cycles_host")
+_EVENT_NAMES = {
+    "exits": "exits from the guest",
+    "switches_guest": "context switches of the guest",
+    "switches_host": "of the host",
+}
 
 Word = Literal[
     "both better",
@@ -46,6 +56,8 @@ Word = Literal[
     "faster, instructions undecided",
     "slower with as many instructions: more waiting",
     "slower, instructions undecided",
+    "work moves from guest to host",
+    "work moves from host to guest",
     "disagree",
     "not exercised",
     "not available",
@@ -67,8 +79,8 @@ class Opinion:
         point: The point in words, by the parameters that vary.
         time: The effect on the workload's time; None when the point has no such metric.
         counted: The effect on the instructions; None when none were counted.
-        sides: The effects on those of guest and host alone, as far as there are any. Neither is
-            judged: work that moves from one side to the other is in both.
+        sides: The effects on those of guest and host alone, as far as there are any.
+        events: The effects on exits and context switches, as far as there are any; not judged.
         unit: What the instructions are for: `round trip`, `packet`; empty when not known.
         word: What both say together.
         because: The numbers and what follows from them, without the word.
@@ -81,6 +93,7 @@ class Opinion:
     time: ArmRow | None = field(repr=False)
     counted: ArmRow | None = field(repr=False)
     sides: Mapping[str, ArmRow] = field(repr=False)
+    events: Mapping[str, ArmRow] = field(repr=False)
     unit: str
     word: Word
     because: str
@@ -89,6 +102,16 @@ class Opinion:
     def sentence(self) -> str:
         """The word with its numbers."""
         return f"{self.word}: {self.because}."
+
+    @property
+    def beside(self) -> str:
+        """Exits and context switches for one unit, as a sentence; empty when none were counted."""
+        told = [
+            f"{amount(row.level.mean, row.unit)} {_EVENT_NAMES[name]} ({_change(row)})"
+            for name, row in self.events.items()
+            if row.level is not None and row.effect is not None
+        ]
+        return f"For one {self.unit or 'unit'}: {', '.join(told)}." if told else ""
 
     @property
     def is_twin(self) -> bool:
@@ -244,8 +267,16 @@ def opinions(run: RunFrames, level: float = 0.95) -> list[Opinion]:
     looked_at = [
         row for pair in pairs.values() for row in pair if row is not None and not row.is_twin
     ]
+    alone = [
+        row
+        for _, rows in rows_of.values()
+        for name, row in rows.items()
+        if name in SIDES.values() and not row.is_twin
+    ]
     judged = {
-        id(row): item for row, item in zip(looked_at, judge(run, looked_at, level), strict=True)
+        id(row): item
+        for family in (looked_at, alone)
+        for row, item in zip(family, judge(run, family, level), strict=True)
     }
     for (arm, workload, _), (params, rows) in rows_of.items():
         time, counted = pair = pairs[arm, workload, point_text(params)]
@@ -254,10 +285,12 @@ def opinions(run: RunFrames, level: float = 0.95) -> list[Opinion]:
         unit = unit_of(run, workload, params)
         sides = {side: rows[name] for side, name in SIDES.items() if name in rows}
         findings = [judged.get(id(row)) for row in pair]
-        word, because = _judged(run, time, counted, sides, unit, findings)
+        moved = _moved({side: judged.get(id(row)) for side, row in sides.items()})
+        events = {name: rows[name] for name in EVENTS if name in rows}
+        word, because = _judged(run, time, counted, sides, unit, findings, moved)
         point = summary.label(workload, params)
         found.append(
-            Opinion(arm, workload, params, point, time, counted, sides, unit, word, because)
+            Opinion(arm, workload, params, point, time, counted, sides, events, unit, word, because)
         )
     return found
 
@@ -275,6 +308,7 @@ def _judged(
     sides: Mapping[str, ArmRow],
     unit: str,
     findings: Sequence[Finding | None],
+    moved: Word | None,
 ) -> tuple[Word, str]:
     lacking = _lacking(run, time, counted)
     if lacking:
@@ -298,18 +332,23 @@ def _judged(
             for effect, item in zip((time.effect, counted.effect), findings, strict=True)
         )
     )
-    return word, "; ".join(part for part in (numbers, why, _moved(sides)) if part)
+    if moved is None:
+        return word, f"{numbers}; {why}"
+    if word == "neither":
+        return moved, f"{numbers}; neither their sum nor the time is told apart from no change"
+    return word, f"{numbers}; {why}; {moved}"
 
 
-def _moved(sides: Mapping[str, ArmRow]) -> str:
-    """That work went from one side to the other, which the sum hides; else empty."""
-    seen = {
-        side: row.effect.log_mean for side, row in sides.items() if row.effect and row.beyond_noise
+def _moved(sides: Mapping[str, Finding | None]) -> Word | None:
+    """That one side does with fewer instructions and the other needs more; else None."""
+    fewer = {
+        side: found.better for side, found in sides.items() if found and found.better is not None
     }
-    if len(seen) < 2 or min(seen.values()) * max(seen.values()) > 0:
-        return ""
-    fewer, more = sorted(seen, key=lambda side: seen[side])
-    return f"fewer in the {fewer} and more in the {more}, each beyond the noise floor by itself"
+    if fewer == {"guest": True, "host": False}:
+        return "work moves from guest to host"
+    if fewer == {"guest": False, "host": True}:
+        return "work moves from host to guest"
+    return None
 
 
 def _lacking(run: RunFrames, time: ArmRow | None, counted: ArmRow | None) -> str:
@@ -385,7 +424,10 @@ def lines(run: RunFrames) -> list[str]:
     why = refusal(run)
     if why:
         return [f"Instructions are not available: {why}."]
-    told = [f"{', '.join(_subject(item))}: {item.sentence}" for item in opinions(run)]
+    told = [
+        f"{', '.join(_subject(item))}: {item.sentence}{f' {item.beside}' if item.beside else ''}"
+        for item in opinions(run)
+    ]
     return [*told, method(run)]
 
 
@@ -419,4 +461,4 @@ def _cell(row: ArmRow | None, before: str = "") -> str:
 
 def summary_of(run: RunFrames, level: float = 0.95) -> Summary:
     """The summary over the metrics that both opinions are about, for the figures."""
-    return summarise(run, [*TIMES, INSTRUCTIONS, *SIDES.values()], level)
+    return summarise(run, [*TIMES, INSTRUCTIONS, *SIDES.values(), *EVENTS], level)
