@@ -62,6 +62,9 @@ def _check_instructions(run: RunFrames) -> None:
         assert _mean(run.samples, arm, "instructions_module") < _mean(
             run.samples, arm, "instructions_guest"
         )
+    assert {"exits", "exits: npf", "context switches of the guest"} <= set(
+        instructions.events(run)["what"]
+    )
     (notes,) = {tuple(json.loads(path.read_text())["notes"]) for path in _profiles(run)}
     assert [note for note in notes if "testpmd polls" in note]
 

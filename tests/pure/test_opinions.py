@@ -283,6 +283,7 @@ def test_what_perf_counted_has_no_functions_and_is_said_to_be_its(vsock: RunFram
     run = with_samples(vsock, lambda samples: samples.assign(host_kind="physical"))
     assert "as perf reads them" in opinions.method(run)
     assert "executed to wait" not in opinions.method(run)
+    assert "tools' own user space in the guest" in opinions.method(run)
     assert function_view.name_of("guest", "kernel", "", "") == "guest, kernel as a whole"
     assert function_view.name_of("host", "user", "", "") == "host, user space"
     assert function_view.name_of("guest", "module", "toy", "") == "guest (no symbol) [toy]"

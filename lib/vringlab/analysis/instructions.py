@@ -2,7 +2,8 @@
 
 The profile of a cell is a slope between two sizes of work (`vringlab.campaign.instructions`), so
 single values of small functions may be below nothing; their mean over blocks is what counts.
-Instructions executed to wait (areas `idle` and `spin`) are in the profiles and in no metric.
+Instructions executed to wait (areas `idle` and `spin`) and those of the benchmark's own programs
+(`tools`) are in the profiles and in no metric.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ _SPECS = (
         "instruction",
         "lower",
         "Instructions of host and guest for one unit of work (a round trip, a packet, a byte), "
-        "without those executed to wait.",
+        "without those executed to wait and the benchmark tools' own.",
     ),
     MetricSpec("instructions_guest", "instruction", "lower", "The same of the guest alone."),
     MetricSpec("instructions_host", "instruction", "lower", "The same of the host alone."),

@@ -276,7 +276,9 @@ def other_events(
 
 def draw(summary: Summary, workload: str, width: Width, notes: bool) -> dict[str, RunFigure]:
     """Both opinions, the samples of each count, the largest differences by function, and events."""
-    remark = "Instructions for one unit of work, those executed to wait left out."
+    remark = (
+        "Instructions for one unit of work, those executed to wait and the tools' own left out."
+    )
     title = "instructions of each sample"
     figures = {
         "opinions": opinions_figure(summary, workload, width, notes),

@@ -215,11 +215,12 @@ def method(run: RunFrames) -> str:
     """What was counted and how, for readers of the figures."""
     emulated = set(run.samples["host_kind"]) <= {"emulated", "simulated"}
     whose = "the emulated processors" if emulated else "the host's processors, as perf reads them"
-    waits = " Those executed to wait (idle loops, spinning for a lock) are left out."
+    waits = ", what was executed to wait (idle loops, spinning for a lock)" if emulated else ""
+    tools = "the tools' own user space" if emulated else "the tools' own user space in the guest"
     return (
         f"Instructions are those of {whose}, in host and guest together, for one unit of work: the "
-        "slope between two untimed runs of different length, so that what both take alike cancels."
-        f"{waits if emulated else ''}"
+        "slope between two untimed runs of different length, so that what both take alike cancels. "
+        f"Left out are {tools}{waits}, and what kernels do because time passes."
     )
 
 
