@@ -209,7 +209,7 @@ def test_times_and_instructions_of_all_arms_are_adjusted_together(
         return judge(run, rows, level)
 
     monkeypatch.setattr(opinions, "judge", spy)
-    found = opinions.opinions(net)
+    found = opinions.opinions(replace(net))
     # Time and instructions of two arms at two points; the A/A pair is no claim. Then both sides.
     assert asked == [8, 8]
     assert len(found) == 6
@@ -357,9 +357,9 @@ def test_no_text_is_cut_or_covered(runs: dict[str, RunFrames], name: str, width:
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_every_shape_of_run_has_figures_that_can_be_read(net: RunFrames, shape: str) -> None:
     bent = with_samples(net, SHAPES[shape])
+    summary = summarise(bent, drawn_metrics(bent))
     for width in WIDTHS:
         check_text(pairs_view.answer(bent, width=width).figure)
-        summary = summarise(bent, drawn_metrics(bent))
         with style():
             for workload in summary.workloads:
                 for figure in instruction_figures.draw(summary, workload, width, True).values():

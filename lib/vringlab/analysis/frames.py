@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 import pyarrow as pa
@@ -31,6 +31,8 @@ from vringlab.settings import settings
 FORMAT = 1
 
 _RAW_LIMIT = 256 * 1024
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,19 @@ class RunFrames:
     superseded: int = 0
     paths: tuple[PathPass, ...] = ()
     notes: tuple[str, ...] = ()
+    _made: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` makes of this object, made once; nobody may change it.
+
+        Args:
+            key: What it is; a copy of this object by `dataclasses.replace` begins anew.
+            make: Makes it.
+        """
+        if key not in self._made:
+            self._made[key] = make()
+        found: T = self._made[key]
+        return found
 
     @property
     def params(self) -> tuple[str, ...]:
@@ -194,10 +209,10 @@ def _read_tables(path: Path, plan: Plan, run_id: str) -> tuple[pa.Table, pa.Tabl
 
 def _frame(table: pa.Table) -> pd.DataFrame:
     frame: pd.DataFrame = table.to_pandas()
-    for field in table.schema:
+    for column in table.schema:
         # pandas turns a whole number into a float when another row has none.
-        if pa.types.is_integer(field.type) and table[field.name].null_count:
-            frame[field.name] = pd.array(table[field.name].to_pylist(), dtype="Int64")
+        if pa.types.is_integer(column.type) and table[column.name].null_count:
+            frame[column.name] = pd.array(table[column.name].to_pylist(), dtype="Int64")
     return frame
 
 

@@ -45,7 +45,7 @@ def profiles(run: RunFrames) -> pd.DataFrame:
             for side, area, module, function, value in record["rows"]
         ]
 
-    return _by_cell(run, rows, [*FUNCTION, "value"])
+    return run.once("profiles", lambda: _by_cell(run, rows, [*FUNCTION, "value"])).copy()
 
 
 def events(run: RunFrames) -> pd.DataFrame:
@@ -63,7 +63,7 @@ def events(run: RunFrames) -> pd.DataFrame:
     def rows(record: Mapping[str, Any]) -> list[tuple[Any, ...]]:
         return [(what, float(value)) for what, value in record["others"].items()]
 
-    return _by_cell(run, rows, ["what", "value"])
+    return run.once("events", lambda: _by_cell(run, rows, ["what", "value"])).copy()
 
 
 def _by_cell(

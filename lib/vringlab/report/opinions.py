@@ -252,6 +252,10 @@ def opinions(run: RunFrames, level: float = 0.95) -> list[Opinion]:
     """
     if not run.plan.count_instructions:
         return []
+    return [*run.once(("opinions", level), lambda: _opinions(run, level))]
+
+
+def _opinions(run: RunFrames, level: float) -> list[Opinion]:
     summary = summary_of(run, level)
     found = []
     rows_of = {
@@ -462,4 +466,5 @@ def _cell(row: ArmRow | None, before: str = "") -> str:
 
 def summary_of(run: RunFrames, level: float = 0.95) -> Summary:
     """The summary over the metrics that both opinions are about, for the figures."""
-    return summarise(run, [*TIMES, INSTRUCTIONS, *SIDES.values(), *EVENTS], level)
+    metrics = [*TIMES, INSTRUCTIONS, *SIDES.values(), *EVENTS]
+    return run.once(("opinions' summary", level), lambda: summarise(run, metrics, level))
