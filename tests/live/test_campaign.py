@@ -128,6 +128,7 @@ def test_killed_run_resumes_and_short_reads_come_out_invalid(tmp_path: Path) -> 
     assert "short-read artefact" in " ".join(done.stdout.split())
 
 
+@pytest.mark.long
 def test_a_host_that_dies_is_opened_again_and_its_module_swapped_anew(tmp_path: Path) -> None:
     with subprocess.Popen(
         [*VRINGLAB, "run", "vhost-net-rx-poll", "--profile", "smoke"],
