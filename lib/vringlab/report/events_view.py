@@ -31,7 +31,7 @@ from vringlab.report.canvas import (
     usable,
     wrapped,
 )
-from vringlab.report.opinions import chosen
+from vringlab.report.opinions import chosen_rows
 from vringlab.report.summary import Summary
 
 _ROW = 0.26
@@ -77,10 +77,10 @@ def table_of(run: RunFrames, workload: str | None = None) -> pd.DataFrame:
     Raises:
         UserError: as for `analysis.instructions.profiles`.
     """
-    item = chosen(run, workload)
-    if item is None:
+    found = chosen_rows(run, instructions.events, workload)
+    if found is None:
         return pd.DataFrame()
-    here = instructions.at(instructions.events(run), item.workload, item.params)
+    item, here = found
     reference = run.plan.reference
     table = event_table(here, item.arm, reference, 0.95)
     rows = [

@@ -34,7 +34,7 @@ from vringlab.report.canvas import (
     usable,
     wrapped,
 )
-from vringlab.report.opinions import chosen
+from vringlab.report.opinions import chosen_rows
 from vringlab.report.summary import Summary, amount, change_text, count
 
 #: Guest dark, host pale; one hue for each kind of code. Modules under test stand out.
@@ -157,10 +157,10 @@ def table_of(run: RunFrames, workload: str | None = None, most: int = 15) -> pd.
     Raises:
         UserError: as for `analysis.instructions.profiles`.
     """
-    item = chosen(run, workload)
-    if item is None:
+    found = chosen_rows(run, instructions.profiles, workload)
+    if found is None:
         return pd.DataFrame()
-    here = instructions.at(instructions.profiles(run), item.workload, item.params)
+    item, here = found
     return difference_table(here, item.arm, run.plan.reference, most)
 
 
@@ -170,10 +170,10 @@ def areas_of(run: RunFrames, workload: str | None = None) -> pd.DataFrame:
     Raises:
         UserError: as for `analysis.instructions.profiles`.
     """
-    item = chosen(run, workload)
-    if item is None:
+    found = chosen_rows(run, instructions.profiles, workload)
+    if found is None:
         return pd.DataFrame()
-    here = instructions.at(instructions.profiles(run), item.workload, item.params)
+    item, here = found
     return area_table(here, item.arm, run.plan.reference)
 
 

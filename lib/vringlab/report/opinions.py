@@ -11,7 +11,7 @@ between them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
@@ -19,6 +19,7 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 
+from vringlab.analysis import instructions
 from vringlab.analysis.frames import RunFrames
 from vringlab.analysis.pairing import point_text
 from vringlab.analysis.stats import Effect
@@ -417,6 +418,29 @@ def chosen(run: RunFrames, workload: str | None = None, level: float = 0.95) -> 
     first = usable[0]
     place = (first.workload, first.params)
     return [item for item in usable if (item.workload, item.params) == place][-1]
+
+
+def chosen_rows(
+    run: RunFrames,
+    read: Callable[[RunFrames], pd.DataFrame],
+    workload: str | None = None,
+    level: float = 0.95,
+) -> tuple[Opinion, pd.DataFrame] | None:
+    """What was kept where the opinion stands that `chosen` gives, with it; None where none does.
+
+    Args:
+        run: The run.
+        read: Reads it: `analysis.instructions.profiles` or `events`.
+        workload: Only this one.
+        level: Level of the intervals.
+
+    Raises:
+        UserError: as for `read`.
+    """
+    item = chosen(run, workload, level)
+    if item is None:
+        return None
+    return item, instructions.at(read(run), item.workload, item.params)
 
 
 def lines(run: RunFrames) -> list[str]:
